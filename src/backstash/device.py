@@ -1,0 +1,143 @@
+"""What this machine can run, asked once.
+
+This file is the only reader of the environment: everything else is told, as an argument,
+what it needs to know.  The answers cannot change while a process lives, so each question is
+asked the first time somebody needs it and remembered.
+
+A *matrix unit* is hardware that multiplies a low-precision format directly.  Where a device
+has none for a format, the values are the same (quantize, then multiply in high precision)
+and only the speed differs; :func:`describe` says so in words.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigError
+
+# The first CUDA compute capability whose matrix units take each kind of operand.
+FIRST_CAPABILITY: Mapping[str, tuple[int, int]] = {
+    "float8": (8, 9),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """Where this process stands among those that ``torchrun`` started together.
+
+    A process started alone is rank 0 of 1.
+
+    Raises:
+        ConfigError: the three numbers cannot all be true.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.world_size):
+            raise ConfigError(
+                "the launch needs 0 <= RANK, LOCAL_RANK < WORLD_SIZE, got "
+                f"RANK={self.rank}, LOCAL_RANK={self.local_rank}, WORLD_SIZE={self.world_size}; "
+                "start the processes with torchrun, or unset all three to run alone"
+            )
+
+
+@functools.cache
+def launch_environment() -> LaunchEnvironment:
+    """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` as ``torchrun`` sets them.
+
+    Raises:
+        ConfigError: one of them is no integer, or they contradict each other.
+    """
+    return LaunchEnvironment(
+        rank=_environment_int("RANK", 0),
+        world_size=_environment_int("WORLD_SIZE", 1),
+        local_rank=_environment_int("LOCAL_RANK", 0),
+    )
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"the environment variable {name} has to be an integer, got {text!r}; "
+            "start the processes with torchrun, or unset it to run alone"
+        ) from None
+
+
+@functools.cache
+def default_device() -> torch.device:
+    """Return this process's own GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: the launch variables are not usable (see :func:`launch_environment`).
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", launch_environment().local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+@functools.cache
+def matrix_units(device: torch.device) -> frozenset[str]:
+    """Return the names of the formats that ``device`` multiplies directly.
+
+    The names are the keys of :data:`FIRST_CAPABILITY`.  A CPU has none: there every format
+    is dequantized before it is multiplied.
+    """
+    if device.type != "cuda":
+        return frozenset()
+    capability = torch.cuda.get_device_capability(device)
+    return frozenset(name for name, first in FIRST_CAPABILITY.items() if capability >= first)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton kernels can run: the package is there and so is a GPU for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def describe() -> str:
+    """Describe the machine in a few lines: versions, device, and how each format runs on it."""
+    device = default_device()
+    lines = [
+        f"python   {platform.python_version()}",
+        f"torch    {torch.__version__}",
+        f"device   {device_name(device)}",
+        f"triton   {'yes' if has_triton() else 'no: the PyTorch kernels are used'}",
+    ]
+    launch = launch_environment()
+    if launch.world_size > 1:
+        lines.append(f"launch   rank {launch.rank} of {launch.world_size}")
+    units = matrix_units(device)
+    for name in FIRST_CAPABILITY:
+        how = (
+            "multiplied by matrix units"
+            if name in units
+            else "same values, multiplied in high precision (no matrix unit for it here)"
+        )
+        lines.append(f"{name:<8} {how}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """Return a name for ``device`` that a person recognises in a table of results."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"

@@ -1,0 +1,35 @@
+"""Every test starts from the same random state, in memory that is full of NaN.
+
+Fresh memory from ``torch.empty`` is filled with NaN (integers: their largest value), so
+that reading a byte nobody wrote shows up as a wrong result instead of a lucky zero.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+# cuBLAS reads this when it starts; deterministic mode refuses matmuls on a GPU without it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# One thread a worker: several workers share the cores, and results do not depend on the split.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def same_random_state() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
