@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
     yield
     torch.use_deterministic_algorithms(False)
 

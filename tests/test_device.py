@@ -70,7 +70,7 @@ def test_a_cpu_has_no_matrix_units() -> None:
         ((10, 0), {"float8", "mxfp8", "nvfp4"}),
         ((12, 0), {"float8", "mxfp8", "nvfp4"}),
     ],
-    ids=str,
+    ids=["8.0", "8.9", "9.0", "10.0", "12.0"],
 )
 def test_matrix_units_follow_the_compute_capability(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], units: set[str]
