@@ -1,0 +1,123 @@
+"""Activations of the feed-forward layers, with each row's routing weight multiplied in.
+
+A gated activation reads two halves of its row, ``h = [gate | up]``, and gives
+``act(gate) * up``: half as many columns as came in.  The routing weight of a row is
+multiplied onto the activation, not onto the layer's output, so that the second matmul
+already sums weighted rows and nothing of the output has to be kept for the weight's
+gradient.
+
+Letters: T rows, F columns of the pre-activation, I columns of the activation
+(F = 2 I when gated, else F = I).
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from backstash.errors import ConfigError, ShapeError
+
+#: Every activation by name, and whether it is gated.
+ACTIVATIONS: Mapping[str, bool] = MappingProxyType(
+    {
+        "gelu": False,
+        "relu": False,
+        "silu": False,
+        "swiglu": True,
+        "geglu": True,
+        "reglu": True,
+    }
+)
+_CURVE_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+
+
+def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
+    """Apply ``activation`` to each row and multiply it by the row's weight, if there is one.
+
+    Returns:
+        ``(T, I)`` in ``h_TF``'s dtype.
+
+    Raises:
+        ConfigError: the activation is not one of :data:`ACTIVATIONS`.
+        ShapeError: a gated row does not have two halves, or there is not one weight a row.
+    """
+    _check(h_TF, prob_T, activation)
+    gate, up = _halves(h_TF, activation)
+    value, _ = _curve(gate, activation)
+    if up is not None:
+        value = value * up
+    if prob_T is not None:
+        value = value * prob_T.to(value.dtype).unsqueeze(1)
+    return value.to(h_TF.dtype)
+
+
+def activate_backward(
+    da_TI: Tensor, h_TF: Tensor, prob_T: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
+
+    Returns:
+        ``dh_TF`` in ``h_TF``'s dtype, and ``dprob_T`` in ``prob_T``'s dtype or ``None``.
+
+    Raises:
+        ConfigError: the activation is not one of :data:`ACTIVATIONS`.
+        ShapeError: the shapes do not fit each other.
+    """
+    _check(h_TF, prob_T, activation)
+    gate, up = _halves(h_TF, activation)
+    if da_TI.shape != gate.shape:
+        raise ShapeError(
+            f"activate_backward needs a gradient of the activation's shape {tuple(gate.shape)}, "
+            f"got {tuple(da_TI.shape)}; pass the gradient of what activate returned"
+        )
+    value, slope = _curve(gate, activation)
+    da = da_TI.to(gate.dtype)
+    dprob_T = None
+    if prob_T is not None:
+        plain = value if up is None else value * up
+        dprob_T = (da * plain).sum(1).to(prob_T.dtype)
+        da = da * prob_T.to(da.dtype).unsqueeze(1)
+    dh = da * slope if up is None else torch.cat([da * up * slope, da * value], dim=1)
+    return dh.to(h_TF.dtype), dprob_T
+
+
+def _halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    wide = h_TF if h_TF.dtype is torch.float64 else h_TF.float()
+    if not ACTIVATIONS[activation]:
+        return wide, None
+    gate, up = wide.chunk(2, dim=1)
+    return gate, up
+
+
+def _curve(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Give the value and the slope of the curve behind ``activation``."""
+    curve = _CURVE_OF_GATED.get(activation, activation)
+    if curve == "relu":
+        return torch.relu(x), (x > 0).to(x.dtype)
+    if curve == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s * (1 + x * (1 - s))
+    below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * below, below + x * density
+
+
+def _check(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ConfigError(
+            f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; "
+            "pick one of these"
+        )
+    if h_TF.ndim != 2 or (ACTIVATIONS[activation] and h_TF.shape[1] % 2):
+        columns = "an even number of columns" if ACTIVATIONS[activation] else "columns"
+        raise ShapeError(
+            f"{activation} needs rows and {columns} (T, F), got {tuple(h_TF.shape)}; "
+            "a gated activation reads [gate | up] halves of each row"
+        )
+    if prob_T is not None and tuple(prob_T.shape) != (h_TF.shape[0],):
+        raise ShapeError(
+            f"{activation} needs one weight for each of {h_TF.shape[0]} rows, got "
+            f"{tuple(prob_T.shape)}; flatten the weights to (T,)"
+        )
