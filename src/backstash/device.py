@@ -17,6 +17,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -140,4 +141,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return f"{_cpu_model() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""  # another system than Linux
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "")

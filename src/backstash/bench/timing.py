@@ -1,0 +1,71 @@
+"""Two pieces of code timed against each other on a machine that is busy with other things.
+
+The two are timed in turns, a short batch of each, and the ratio is taken within a turn: a
+disturbance that lasts longer than a turn slows both and leaves the ratio alone, and one that
+is shorter spoils one turn, which the median over all of them ignores.  Who goes first
+alternates, because the second of two finds the caches warm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+BATCH_S = 0.004
+MOST_REPEATS = 10_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Medians over all turns: microseconds a call, and ours divided by theirs."""
+
+    ours_us: float
+    theirs_us: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    repeats: int
+
+
+def time_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> Pair:
+    """Time two functions in turns; ``ratio_low`` and ``ratio_high`` are the quartiles."""
+    calls = max(1, min(_calls_that_fill(ours), _calls_that_fill(theirs)))
+    turns: list[tuple[float, float]] = []
+    was_collecting = gc.isenabled()
+    gc.disable()  # a collection in one batch would be billed to it alone
+    try:
+        for turn in range(repeats):
+            if turn % 2:
+                second = _batch_us(theirs, calls)
+                first = _batch_us(ours, calls)
+            else:
+                first = _batch_us(ours, calls)
+                second = _batch_us(theirs, calls)
+            turns.append((first, second))
+    finally:
+        if was_collecting:
+            gc.enable()
+    ratios = sorted(first / second for first, second in turns)
+    return Pair(
+        ours_us=statistics.median(first for first, _ in turns),
+        theirs_us=statistics.median(second for _, second in turns),
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[len(ratios) // 4],
+        ratio_high=ratios[(3 * len(ratios)) // 4],
+        repeats=repeats,
+    )
+
+
+def _calls_that_fill(function: Callable[[], object]) -> int:
+    function()
+    return int(BATCH_S * 1e6 / max(_batch_us(function, 5), 0.1))
+
+
+def _batch_us(function: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter_ns() - start) / calls / 1000
