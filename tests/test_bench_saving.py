@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_prints_the_ratio_first_and_appends_a_line_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench.main("saving", results=tmp_path, repeats=3)
+    assert bench.main(["saving", "--results", str(tmp_path), "--repeats", "3"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "saving.jsonl").read_text().splitlines()]
     assert [line["values"] for line in lines] == [64, 64, 128, 8, 128, 256]
     assert len(lines) == ROWS
@@ -63,8 +63,12 @@ def test_nothing_is_timed_when_the_outputs_disagree() -> None:
     [("stash", 3, "one of the cases"), ("saving", 0, "repeats"), ("saving", -1, "repeats")],
 )
 def test_a_case_or_count_that_means_nothing_is_refused(
-    tmp_path: Path, case: str, repeats: int, message: str
+    case: str, repeats: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        bench.main(case, results=tmp_path, repeats=repeats)
-    assert not list(tmp_path.iterdir())
+        bench.Options(case, repeats=repeats)
+
+
+def test_without_a_case_the_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) == 0
+    assert "saving     What it costs to save" in capsys.readouterr().out

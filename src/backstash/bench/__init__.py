@@ -7,39 +7,71 @@ named after the case.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import tyro
+
 from backstash.bench import saving
 from backstash.bench.record import append_rows
-from backstash.bench.timing import MOST_REPEATS
 from backstash.errors import ConfigError
 
 # A case is a file with measure(repeats) -> rows and show(rows).
 CASES: Mapping[str, ModuleType] = {"saving": saving}
-RESULTS = Path("bench/results")
-REPEATS = 25
+MOST_REPEATS = 10_000
 
 
-def main(case: str = "saving", *, results: Path = RESULTS, repeats: int = REPEATS) -> None:
-    """Run one case: print its table and append its rows to ``results/CASE.jsonl``.
-
-    Args:
-        case: A key of :data:`CASES`.
-        results: The folder for the lines; it is made if it is not there.
-        repeats: How many pairs of timings the medians are taken over.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measure one case, print its table, and append its rows to RESULTS/CASE.jsonl.
 
     Raises:
         ConfigError: The case is unknown, or ``repeats`` is not positive.
     """
-    if case not in CASES:
-        raise ConfigError(f"bench needs one of the cases {sorted(CASES)}, got {case!r}")
-    if not 1 <= repeats <= MOST_REPEATS:
-        raise ConfigError(f"bench needs 1 to {MOST_REPEATS} repeats, got {repeats}")
-    rows = CASES[case].measure(repeats)
-    CASES[case].show(rows)
-    append_rows(Path(results) / f"{case}.jsonl", rows)
+
+    case: tyro.conf.Positional[str]
+    """What to measure; `backstash bench` alone lists the cases."""
+    _: dataclasses.KW_ONLY
+    results: Path = Path("bench/results")
+    """Folder for the lines; it is made if it is not there."""
+    repeats: int = 25
+    """How many pairs of timings the medians are taken over."""
+
+    def __post_init__(self) -> None:
+        if self.case not in CASES:
+            raise ConfigError(f"bench needs one of the cases {sorted(CASES)}, got {self.case!r}")
+        if not 1 <= self.repeats <= MOST_REPEATS:
+            raise ConfigError(f"bench needs 1 to {MOST_REPEATS} repeats, got {self.repeats}")
 
 
-__all__ = ["CASES", "REPEATS", "RESULTS", "main"]
+def main(arguments: Sequence[str]) -> int:
+    """Run the case that the arguments name, or list the cases; returns the exit status.
+
+    Raises:
+        ConfigError: The arguments mean nothing (see :class:`Options`).
+        DataError: The results cannot be written.
+    """
+    if not arguments:
+        print("usage: backstash bench CASE [options]\n")
+        for name, case in CASES.items():
+            print(f"  {name:<10} {(case.__doc__ or '').splitlines()[0]}")
+        return 0
+    run(tyro.cli(Options, prog="backstash bench", args=list(arguments)))
+    return 0
+
+
+def run(options: Options) -> None:
+    """Measure, print, append.
+
+    Raises:
+        DataError: The results cannot be written.
+    """
+    case = CASES[options.case]
+    rows = case.measure(options.repeats)
+    case.show(rows)
+    append_rows(options.results / f"{options.case}.jsonl", rows)
+
+
+__all__ = ["CASES", "Options", "main", "run"]

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 
 BATCH_S = 0.004
-MOST_REPEATS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
