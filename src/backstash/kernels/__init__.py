@@ -6,6 +6,19 @@ meaning of each name is in :mod:`backstash.kernels.reference`.
 """
 
 from backstash.kernels.reference.activation import ACTIVATIONS, activate, activate_backward
+from backstash.kernels.reference.cast import (
+    MX_BLOCK,
+    amax,
+    dequantize_mx_columns,
+    dequantize_mx_rows,
+    dequantize_scaled,
+    group_amax,
+    mx_block_ends,
+    quantize_mx_columns,
+    quantize_mx_rows,
+    quantize_scaled,
+    scale_from_amax,
+)
 from backstash.kernels.reference.grouped_mm import (
     add_group_bias,
     group_sum,
@@ -24,19 +37,30 @@ from backstash.kernels.reference.permute import permute, sort_by_expert, unpermu
 
 __all__ = [
     "ACTIVATIONS",
+    "MX_BLOCK",
     "activate",
     "activate_backward",
     "add_group_bias",
+    "amax",
+    "dequantize_mx_columns",
+    "dequantize_mx_rows",
+    "dequantize_scaled",
+    "group_amax",
     "group_sum",
     "grouped_mm",
     "grouped_mm_dw",
     "grouped_mm_dx",
     "layer_norm",
     "layer_norm_backward",
+    "mx_block_ends",
     "permute",
+    "quantize_mx_columns",
+    "quantize_mx_rows",
+    "quantize_scaled",
     "rms_norm",
     "rms_norm_backward",
     "row_groups",
+    "scale_from_amax",
     "sort_by_expert",
     "unpermute",
 ]

@@ -1,0 +1,116 @@
+"""Float8 with one scale for a whole tensor (one for each group of a grouped one).
+
+*Current* scaling takes the scale from the tensor's own largest magnitude.  *Delayed*
+scaling is given a scale learnt from earlier tensors, so the cast needs no pass over the
+data first; the learning is in ``backstash.recipes.scaling``.  One set of codes serves both
+directions, because the scale does not depend on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash import kernels
+from backstash.errors import ShapeError
+from backstash.formats.format import BufferSpec, Code, Format, Usage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Float8(Format):
+    """What both scalings share: the buffers, and how they are read."""
+
+    code: Code = Code.E4M3
+
+    any_view: ClassVar[bool] = True
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        return self.code.tolerance
+
+    def buffers(
+        self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
+    ) -> dict[str, BufferSpec]:
+        return {
+            "codes": BufferSpec((rows, columns), torch.uint8),
+            "scale_inv": BufferSpec((groups or 1,), torch.float32),
+        }
+
+    def decode(
+        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
+    ) -> Tensor:
+        return kernels.dequantize_scaled(
+            buffers["codes"], buffers["scale_inv"], self.code.dtype, dtype, ends_G
+        )
+
+    def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
+        return ends_G[-1:].clamp(max=rows) if buffer == "codes" else None
+
+    def _buffers_from(
+        self, x_MK: Tensor, scale: Tensor, ends_G: Tensor | None
+    ) -> dict[str, Tensor]:
+        codes = kernels.quantize_scaled(x_MK, scale, self.code.dtype, ends_G)
+        return {"codes": codes, "scale_inv": torch.ones_like(scale) / scale}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Current(_Float8):
+    """Float8 whose scale comes from the tensor itself.
+
+    ``epsilon`` is the least magnitude taken for the largest; ``power_of_two`` makes scaling
+    exact at the cost of up to one bit of range.
+    """
+
+    power_of_two: bool = False
+    epsilon: float = 0.0
+
+    name: ClassVar[str] = "float8_current"
+
+    def encode(
+        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+    ) -> dict[str, Tensor]:
+        amax = kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
+        scale = kernels.scale_from_amax(
+            amax,
+            largest=self.code.largest,
+            power_of_two=self.power_of_two,
+            epsilon=self.epsilon,
+        )
+        return self._buffers_from(x_MK, scale, ends_G)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Delayed(_Float8):
+    """Float8 with a given scale: one, until a history has been seen.
+
+    ``history`` is how many steps are remembered, ``margin`` how many powers of two are left
+    above the largest magnitude seen, and ``most_recent`` takes the last step's instead of
+    the largest of all.
+    """
+
+    history: int = 1024
+    margin: int = 0
+    most_recent: bool = False
+
+    name: ClassVar[str] = "float8_delayed"
+    stateful: ClassVar[bool] = True
+
+    def encode(
+        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+    ) -> dict[str, Tensor]:
+        groups = 1 if ends_G is None else ends_G.numel()
+        if scale is None:
+            scale = torch.ones(groups, dtype=torch.float32, device=x_MK.device)
+        if scale.shape != (groups,) or scale.dtype != torch.float32:
+            raise ShapeError(
+                f"{self.name} needs a float32 scale of shape ({groups},), one for each group, "
+                f"got {scale.dtype} {tuple(scale.shape)}"
+            )
+        return self._buffers_from(x_MK, scale, ends_G)
+
+    def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
+        return torch.ones_like(buffers["scale_inv"]) / buffers["scale_inv"]

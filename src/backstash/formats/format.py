@@ -1,0 +1,188 @@
+"""What a number format is: a frozen value that turns floats into bytes and back.
+
+A *usage* says along which direction of a matrix the values of one block lie: ``ROWWISE``
+along the last dimension, as a forward matmul reads it, or ``COLUMNWISE`` down the rows, as
+the matmul of a weight gradient reads it.  A format *encodes* a matrix into named buffers
+and *decodes* them; it knows each buffer's shape, so bytes are a formula, and how many rows
+of each buffer are real when the matrix is a batch of groups in a larger buffer.
+
+Letters: M rows (all leading dimensions flattened), K the last dimension, G groups.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DtypeError, LayoutError, ShapeError
+
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Usage(enum.Flag):
+    """Along which directions a quantized matrix can be read."""
+
+    ROWWISE = enum.auto()
+    COLUMNWISE = enum.auto()
+    BOTH = ROWWISE | COLUMNWISE
+
+
+class Code(enum.Enum):
+    """An 8-bit float: its torch dtype, largest value and the tolerance of one rounding."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self is Code.E4M3 else torch.float8_e5m2
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        """Relative and absolute tolerance of values that were rounded to this code."""
+        return (0.125, 0.0675) if self is Code.E4M3 else (0.25, 0.125)
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferSpec:
+    """Shape and dtype of one buffer of an encoded matrix."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format(abc.ABC):
+    """How a matrix of floats is kept: which buffers, how they are made and read.
+
+    Subclasses are final and frozen; a variant is a new value
+    (``dataclasses.replace(FLOAT8_CURRENT, power_of_two=True)``).
+    """
+
+    #: Makes the quantized tensor; set by ``backstash.tensors``, which imports this package.
+    wrap: ClassVar[Callable[..., Any]]
+    #: The name by which recipes and saved files know the format.
+    name: ClassVar[str]
+    #: Whether a view with another last dimension can share the buffers.
+    any_view: ClassVar[bool] = False
+    #: Whether a quantized matrix depends on a scale learnt from earlier ones.
+    stateful: ClassVar[bool] = False
+
+    def quantize(self, x: Any, usage: Usage = Usage.ROWWISE, *, scale: Tensor | None = None) -> Any:
+        """A tensor, or a ``GroupedTensor``, kept in this format.
+
+        Args:
+            x: Values of any floating dtype and shape; the last dimension is K.
+            usage: The directions that can be read from the result.
+            scale: Float32 ``(1,)`` or ``(G,)``; only for formats with a learnt scale.
+
+        Returns:
+            A ``QuantizedTensor`` of the shape and dtype of ``x``; a ``GroupedTensor`` of
+            one where ``x`` is a ``GroupedTensor``.
+
+        Raises:
+            DtypeError: ``x`` is not a floating tensor.
+            LayoutError: ``usage`` is empty, or a scale is given to a format without one.
+        """
+        if not isinstance(usage, Usage) or not usage:
+            raise LayoutError(
+                f"{self.name}.quantize needs usage ROWWISE, COLUMNWISE or BOTH, got {usage!r}"
+            )
+        if scale is not None and not self.stateful:
+            raise LayoutError(
+                f"{self.name} computes its own scales and takes none; leave `scale` out, "
+                f"or use FLOAT8_DELAYED"
+            )
+        return type(self).wrap(x, format=self, usage=usage, scale=scale)
+
+    @property
+    @abc.abstractmethod
+    def tolerance(self) -> tuple[float, float]:
+        """Relative and absolute tolerance of a round trip."""
+
+    @property
+    def rtol(self) -> float:
+        """Relative tolerance of a round trip."""
+        return self.tolerance[0]
+
+    @property
+    def atol(self) -> float:
+        """Absolute tolerance of a round trip."""
+        return self.tolerance[1]
+
+    @abc.abstractmethod
+    def buffers(
+        self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
+    ) -> dict[str, BufferSpec]:
+        """Each buffer of an encoded ``(rows, columns)`` matrix, in a fixed order."""
+
+    @abc.abstractmethod
+    def encode(
+        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The buffers that :meth:`buffers` names."""
+
+    @abc.abstractmethod
+    def decode(
+        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
+    ) -> Tensor:
+        """Values ``(M, K)`` read along ``usage``, which is one direction."""
+
+    @abc.abstractmethod
+    def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
+        """How many rows of a grouped buffer are real, int ``(1,)``; None: all of them."""
+
+    def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
+        """The scale with which new values are quantized into existing buffers."""
+        return None
+
+    def saved_bytes(
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        usage: Usage = Usage.ROWWISE,
+        groups: int | None = None,
+    ) -> int:
+        """Bytes of all buffers of a ``(rows, columns)`` matrix, in ``groups`` groups if given."""
+        specs = self.buffers(rows, columns, dtype, usage, groups)
+        return sum(spec.nbytes for spec in specs.values())
+
+    def spec(self) -> dict[str, Any]:
+        """The format as plain values, for files; :func:`backstash.formats.from_spec` reads it."""
+        fields = {
+            field.name: getattr(self, field.name).value
+            if isinstance(getattr(self, field.name), enum.Enum)
+            else getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
+        return {"name": self.name, **fields}
+
+
+def check_floating(x: Tensor, who: str) -> None:
+    """Refuse what is not a tensor of floats with a last dimension."""
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError(
+            f"{who} needs a tensor of float32, bfloat16, float16 or float64, got {came}; "
+            f"convert it first"
+        )
+    if x.ndim == 0:
+        raise ShapeError(f"{who} needs at least one dimension, got a scalar; reshape it to (1,)")

@@ -1,0 +1,42 @@
+"""The format that changes nothing: values as they are, one buffer for both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.formats.format import BufferSpec, Format, Usage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HighPrecisionFormat(Format):
+    """Values in their own dtype; a round trip is exact."""
+
+    name: ClassVar[str] = "high_precision"
+    any_view: ClassVar[bool] = True
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+    def buffers(
+        self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
+    ) -> dict[str, BufferSpec]:
+        return {"values": BufferSpec((rows, columns), dtype)}
+
+    def encode(
+        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+    ) -> dict[str, Tensor]:
+        return {"values": x_MK.clone()}
+
+    def decode(
+        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
+    ) -> Tensor:
+        return buffers["values"].to(dtype, copy=True)
+
+    def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
+        return ends_G[-1:].clamp(max=rows)

@@ -1,0 +1,148 @@
+"""One matmul of one call of a module: the recipe that was in force, and its operands.
+
+A call is made in forward and goes into the plan of the autograd function, so backward
+quantizes as forward did, wherever it runs.  Values come out as plain tensors, because on a
+machine without a matrix unit for a format the matmul itself is in high precision: the values
+are those of the format, the speed is not.
+
+Letters: M rows, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from backstash import kernels
+from backstash.formats import Format, HighPrecisionFormat, Usage
+from backstash.recipes import DelayedScaling, Operand, Phase, Recipe, Role, Step
+from backstash.tensors import GroupedTensor, QuantizedTensor
+
+Kept = Tensor | QuantizedTensor | GroupedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The recipe of one matmul, captured in forward.
+
+    Attributes:
+        recipe: The recipe in force.
+        module: Class name of the module.
+        name: Name of the module and of the matmul in it.
+        scalings: What learns the scale of each operand under delayed scaling.
+        scales: The scales with which forward quantizes, and backward its weight again.
+        step: Where forward notes magnitudes; None where it notes none (recomputation,
+            evaluation).
+        gradient_step: Where backward notes them.
+    """
+
+    recipe: Recipe
+    module: str
+    name: str
+    scalings: Mapping[Operand, DelayedScaling] = dataclasses.field(default_factory=dict)
+    scales: Mapping[Operand, Tensor] = dataclasses.field(default_factory=dict)
+    step: Step | None = None
+    gradient_step: Step | None = None
+
+    def format(self, operand: Operand, phase: Phase) -> Format:
+        """The format in which ``operand`` is read in ``phase``."""
+        return self.recipe.format(Role(operand, phase, self.module, self.name))
+
+    def rows(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
+        """Values of ``x`` as the matmul over its last dimension reads them."""
+        phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
+        return self._read(operand, phase, x, Usage.ROWWISE, ends_G)
+
+    def columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
+        """Values of ``x`` as the matmul over its rows reads them."""
+        return self._read(operand, Phase.BACKWARD, x, Usage.COLUMNWISE, ends_G)
+
+    def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
+        """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_columns`."""
+        return self._keep(operand, x, Usage.COLUMNWISE, ends_G)
+
+    def keep_preactivation(self, h: Tensor, ends_G: Tensor | None = None) -> Kept:
+        """What to save of an activation's input; read with :meth:`kept_values`."""
+        return self._keep(Operand.PREACTIVATION, h, Usage.ROWWISE, ends_G)
+
+    def kept_columns(self, kept: Kept) -> Tensor:
+        """The values that :meth:`keep_columns` or :meth:`input_pair` kept."""
+        return self.kept_values(kept)
+
+    def kept_values(self, kept: Kept) -> Tensor:
+        """The values that were kept, whichever way."""
+        data = kept.data if isinstance(kept, GroupedTensor) else kept
+        return data.dequantize() if isinstance(data, QuantizedTensor) else data
+
+    def input_pair(
+        self, x: Tensor, ends_G: Tensor | None = None, *, keep: bool
+    ) -> tuple[Tensor, Kept | None]:
+        """The input's values for forward and, if asked, what to keep: one pass over ``x``."""
+        format = self.format(Operand.INPUT, Phase.FORWARD)
+        if not keep or _is_plain(format) or format != self.format(Operand.INPUT, Phase.BACKWARD):
+            rows = self.rows(Operand.INPUT, x, ends_G)
+            return rows, self.keep_columns(Operand.INPUT, x, ends_G) if keep else None
+        both = self._quantize(Operand.INPUT, format, x, Usage.BOTH, ends_G)
+        return both.dequantize(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
+
+    def gradient_pair(self, dy: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The output gradient's values for both backward matmuls: one pass over ``dy``."""
+        format = self.format(Operand.GRADIENT, Phase.BACKWARD)
+        if _is_plain(format):
+            return dy, dy
+        both = self._quantize(Operand.GRADIENT, format, dy, Usage.BOTH, ends_G)
+        rows = both.dequantize(Usage.ROWWISE)
+        # One set of codes means one set of values.
+        shared = format.any_view
+        return rows, rows if shared else both.dequantize(Usage.COLUMNWISE)
+
+    def _read(
+        self, operand: Operand, phase: Phase, x: Tensor, usage: Usage, ends_G: Tensor | None
+    ) -> Tensor:
+        if isinstance(x, QuantizedTensor):
+            return x.dequantize(usage)
+        format = self.format(operand, phase)
+        if _is_plain(format):
+            return x
+        return self._quantize(operand, format, x, usage, ends_G).dequantize(usage)
+
+    def _keep(self, operand: Operand, x: Tensor, usage: Usage, ends_G: Tensor | None) -> Kept:
+        format = self.format(operand, Phase.BACKWARD)
+        if not _is_plain(format):
+            x = self._quantize(operand, format, x, usage, ends_G)
+        return _grouped(x, ends_G)
+
+    def _quantize(
+        self, operand: Operand, format: Format, x: Tensor, usage: Usage, ends_G: Tensor | None
+    ) -> QuantizedTensor:
+        scale = None
+        if format.stateful:
+            scaling = self.scalings[operand]
+            scale = self.scales.get(operand, scaling.scale_G)
+            self._note(operand, scaling, x, ends_G)
+        return QuantizedTensor.quantize(x, format=format, usage=usage, ends_G=ends_G, scale=scale)
+
+    def _note(
+        self, operand: Operand, scaling: DelayedScaling, x: Tensor, ends_G: Tensor | None
+    ) -> None:
+        step = self.gradient_step if operand is Operand.GRADIENT else self.step
+        if step is None:
+            return
+        amax_G = kernels.amax(x) if ends_G is None else kernels.group_amax(x, ends_G)
+        if operand is Operand.GRADIENT:
+            step.note_backward(scaling, amax_G)
+        else:
+            step.note_forward(scaling, amax_G)
+
+
+def _is_plain(format: Format) -> bool:
+    return isinstance(format, HighPrecisionFormat)
+
+
+def _grouped(x: Tensor, ends_G: Tensor | None) -> Kept:
+    """With its groups, so that whoever keeps the buffer knows how much of it is real."""
+    if ends_G is None:
+        return x
+    return GroupedTensor.from_parts(x, ends_G, ends_G[-1:] > len(x))

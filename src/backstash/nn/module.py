@@ -1,0 +1,183 @@
+"""The base of our layers: how a layer captures the recipe, and makes its parameters.
+
+Delayed scaling is the one recipe with a state.  Its scales live beside the parameters; they
+are saved under ``delayed_scaling.`` where there are any, and never missed where there are
+none, so the state dicts of plain modules load and save with ``strict=True``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.errors import RecipeError
+from backstash.formats import FLOAT8_CURRENT, Float8Delayed, Format, HighPrecisionFormat, Usage
+from backstash.nn.call import Call
+from backstash.recipes import DelayedScaling, Operand, Phase, Role, in_force, weight_recipe
+from backstash.recompute import in_checkpoint, is_recomputing, remember
+from backstash.tensors import QuantizedTensor, equal_groups
+
+_SCALING = "delayed_scaling."
+# The matmul whose format decides how the scale of an operand is learnt.
+_LEARNT_IN = {
+    Operand.INPUT: Phase.FORWARD,
+    Operand.WEIGHT: Phase.FORWARD,
+    Operand.GRADIENT: Phase.BACKWARD,
+}
+
+
+class QuantizedModule(nn.Module):
+    """A layer whose matmuls run under the recipe in force.
+
+    Args:
+        name: By which recipes know the layer; see :func:`name_modules` for a whole model.
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name or ""
+        self._scalings: dict[str, DelayedScaling] = {}
+        self._loaded_scalings: dict[str, Tensor] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of rows, each with a weight of its own, the matmuls have."""
+        return 1
+
+    def capture(self, linear: str = "") -> Call:
+        """The recipe in force for the matmul ``linear`` of this module.
+
+        In the recomputation of a checkpointed region this is the recipe of its forward.
+
+        Raises:
+            RecipeError: A custom recipe gave something that is no format.
+        """
+        call = remember(lambda: self._new_call(linear))
+        # A recomputation has noted its magnitudes already, in forward.
+        return dataclasses.replace(call, step=None) if call.step and is_recomputing() else call
+
+    def _new_call(self, linear: str) -> Call:
+        force = in_force()
+        name = ".".join(part for part in (self.name, linear) if part)
+        call = Call(force.recipe, type(self).__name__, name)
+        stateful = {
+            operand: format
+            for operand, phase in _LEARNT_IN.items()
+            if isinstance(format := call.format(operand, phase), Float8Delayed)
+        }
+        if not stateful:
+            return call
+        scalings = {op: self._scaling(linear, op, format) for op, format in stateful.items()}
+        scales = {op: scalings[op].scale_G for op in scalings if op is not Operand.GRADIENT}
+        learns = force.step is not None and (torch.is_grad_enabled() or in_checkpoint())
+        step = force.step if learns else None
+        if step is not None and Operand.GRADIENT in scalings:
+            step.expect_backward()
+        return dataclasses.replace(
+            call, scalings=scalings, scales=scales, step=step, gradient_step=step
+        )
+
+    def _scaling(self, linear: str, operand: Operand, format: Float8Delayed) -> DelayedScaling:
+        key = f"{linear}.{operand.value}" if linear else operand.value
+        device = next(self.parameters()).device
+        scaling = self._scalings.get(key)
+        if scaling is None or scaling.format != format:
+            scaling = self._scalings[key] = DelayedScaling(format, self.num_groups, device)
+            history = self._loaded_scalings.pop(f"{key}.history", None)
+            scale = self._loaded_scalings.pop(f"{key}.scale", None)
+            if history is not None and scale is not None:
+                scaling.load(history, scale)
+        scaling.to(device)
+        return scaling
+
+    def make_parameter(
+        self,
+        shape: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Parameter:
+        """An uninitialized parameter; a weight is in low precision under ``quantized_model_init``.
+
+        Shapes: ``(N,)`` for a bias, ``(N, K)`` for a weight, ``(G, N, K)`` for G weights.
+        """
+        plain = torch.empty(*shape, device=device, dtype=dtype)
+        if len(shape) < 2 or (recipe := weight_recipe()) is None:
+            return nn.Parameter(plain)
+        role = Role(Operand.WEIGHT, Phase.FORWARD, type(self).__name__, self.name)
+        format = _storage_format(recipe.format(role))
+        return nn.Parameter(plain if format is None else _empty_weight(format, plain))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key, scaling in self._scalings.items():
+            destination[f"{prefix}{_SCALING}{key}.scale"] = scaling.scale_G
+            destination[f"{prefix}{_SCALING}{key}.history"] = scaling.history_LG
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
+    ) -> None:
+        start = prefix + _SCALING
+        own = [key for key in state_dict if key.startswith(start)]
+        if own:
+            self._scalings = {}
+            self._loaded_scalings = {key[len(start) :]: state_dict.pop(key) for key in own}
+        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
+
+
+def name_modules(model: nn.Module) -> nn.Module:
+    """Give each of our layers its name in ``model``, for recipes that go by names.
+
+    Returns:
+        The model itself.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            module.name = name
+    return model
+
+
+def scaling_state(model: nn.Module) -> Mapping[str, DelayedScaling]:
+    """All that delayed scaling has learnt in ``model``, by module and operand."""
+    return {
+        f"{name}.{key}" if name else key: scaling
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedModule)
+        for key, scaling in module._scalings.items()
+    }
+
+
+def _storage_format(format: Format) -> Format | None:
+    """How a weight is stored; a learnt scale cannot be, before anything was learnt."""
+    if isinstance(format, HighPrecisionFormat):
+        return None
+    if isinstance(format, Float8Delayed):
+        return dataclasses.replace(FLOAT8_CURRENT, code=format.code)
+    return format
+
+
+def _empty_weight(format: Format, plain: Tensor) -> QuantizedTensor:
+    if plain.ndim > 3:
+        raise RecipeError(
+            f"a weight in low precision has shape (N, K) or (G, N, K), got {tuple(plain.shape)}"
+        )
+    groups = plain.shape[0] if plain.ndim == 3 else None
+    rows, columns = plain.shape[:-1].numel(), plain.shape[-1]
+    specs = format.buffers(rows, columns, plain.dtype, Usage.BOTH, groups)
+    return QuantizedTensor(
+        {
+            name: torch.zeros(spec.shape, dtype=spec.dtype, device=plain.device)
+            for name, spec in specs.items()
+        },
+        format=format,
+        usage=Usage.BOTH,
+        shape=plain.shape,
+        dtype=plain.dtype,
+        ends_G=None if groups is None else equal_groups(groups, plain.shape[1], plain.device),
+    )

@@ -1,0 +1,34 @@
+"""Which operand is kept in which format, and which recipe is in force."""
+
+from backstash.recipes.autocast import (
+    HIGH_PRECISION_RECIPE,
+    InForce,
+    as_recipe,
+    autocast,
+    current_recipe,
+    in_force,
+    quantized_model_init,
+    weight_recipe,
+)
+from backstash.recipes.recipe import Operand, Phase, Recipe, Role, custom, recipe, recipe_names
+from backstash.recipes.scaling import DelayedScaling, Step
+
+__all__ = [
+    "HIGH_PRECISION_RECIPE",
+    "DelayedScaling",
+    "InForce",
+    "Operand",
+    "Phase",
+    "Recipe",
+    "Role",
+    "Step",
+    "as_recipe",
+    "autocast",
+    "current_recipe",
+    "custom",
+    "in_force",
+    "quantized_model_init",
+    "recipe",
+    "recipe_names",
+    "weight_recipe",
+]

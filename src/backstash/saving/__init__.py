@@ -1,0 +1,33 @@
+"""What backward needs, kept small and given back exactly.
+
+Files: ``records`` takes values apart and puts them together, ``hooks`` is the one pair of
+saved-tensor hooks, ``marks`` knows how much of a buffer is real, ``meter`` counts bytes.
+"""
+
+from backstash.saving.hooks import Handler, saving
+from backstash.saving.marks import mark_grouped_tensor, valid_rows
+from backstash.saving.meter import Meter
+from backstash.saving.records import (
+    Records,
+    keep_identity,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+    save_for_backward,
+    saved_values,
+)
+
+__all__ = [
+    "Handler",
+    "Meter",
+    "Records",
+    "keep_identity",
+    "mark_grouped_tensor",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "save_for_backward",
+    "saved_values",
+    "saving",
+    "valid_rows",
+]

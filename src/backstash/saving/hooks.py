@@ -1,0 +1,160 @@
+"""The one pair of saved-tensor hooks.
+
+Autograd runs only the innermost pair of hooks, so there is one place that installs them:
+``with saving(*handlers)``.  Each tensor that autograd saves is offered to the handlers in
+order; the first that accepts keeps it, and what none wants goes on to the hooks that were
+in force around this context (an offloader, a checkpoint, another ``saving``), or stays.
+
+A handler lives by two methods::
+
+    pack(tensor, rows) -> handle | None     # None: not mine
+    unpack(handle) -> tensor                # may be asked again for a retained graph
+
+A handle lives exactly as long as autograd holds it; what it holds it frees when it goes.
+
+``rows`` is the valid length that was marked for the buffer, see :mod:`backstash.saving.marks`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from backstash.errors import ConfigError, ModifiedError
+from backstash.saving.marks import valid_rows
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Handler(Protocol):
+    """What ``saving`` asks of those that keep saved tensors."""
+
+    def pack(self, tensor: Tensor, rows: Tensor | None) -> Any | None:
+        """Keep the tensor and return a handle, or return None to decline it."""
+        ...
+
+    def unpack(self, handle: Any) -> Tensor:
+        """The tensor that ``pack`` was given, bit for bit."""
+        ...
+
+
+class _Held(NamedTuple):
+    """A tensor that a handler keeps."""
+
+    handler: Handler
+    handle: Any
+
+    def restore(self) -> Tensor:
+        return self.handler.unpack(self.handle)
+
+
+class _Passed(NamedTuple):
+    """A tensor that went on to the hooks around this context."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+    def restore(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+class _Original(NamedTuple):
+    """A tensor that nobody wanted; autograd checks no versions under hooks, so this does."""
+
+    tensor: Tensor
+    version: int | None
+
+    def restore(self) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise ModifiedError(
+                f"a tensor of shape {tuple(self.tensor.shape)} needed for backward was modified "
+                f"in place: it is at version {self.tensor._version}, expected {self.version}; "
+                f"change a clone instead"
+            )
+        return self.tensor
+
+
+class _Frame:
+    """One entry into a ``saving`` context: the pair of hooks on torch's own stack."""
+
+    def __init__(self, handlers: tuple[Handler, ...], outer: Any) -> None:
+        self.handlers = handlers
+        self.outer = outer
+        self.active = True
+        self.thread = threading.get_ident()
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.active and not _is_weight(tensor):
+            rows = valid_rows(tensor)
+            for handler in self.handlers:
+                handle = handler.pack(tensor, rows)
+                if handle is not None:
+                    return _Held(handler, handle)
+        if self.outer is not None:
+            return _Passed(self.outer[1], self.outer[0](tensor))
+        return _Original(tensor, None if tensor.is_inference() else tensor._version)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed.restore()
+
+
+class saving:
+    """Offer every tensor that autograd saves inside this context to ``handlers``, in order.
+
+    Contexts nest, in each other and in any other saved-tensor hooks: what is declined goes
+    outwards.  They may be left in another order than entered, entered again, and used by
+    several threads.  Parameters, and views of them, are not offered.
+
+    Raises:
+        ConfigError: A handler lacks ``pack`` or ``unpack``.
+    """
+
+    def __init__(self, *handlers: Handler) -> None:
+        for handler in handlers:
+            methods = (getattr(handler, "pack", None), getattr(handler, "unpack", None))
+            if isinstance(handler, type) or not all(map(callable, methods)):
+                raise ConfigError(
+                    f"saving needs handlers with pack(tensor, rows) and unpack(handle), got "
+                    f"{handler!r}; give an object such as Meter()"
+                )
+        self.handlers = handlers
+        self._frames: list[_Frame] = []
+
+    def __enter__(self) -> saving:
+        _pop_finished()
+        frame = _Frame(self.handlers, _top_hooks(True))
+        saved_tensors_hooks(frame.pack, frame.unpack).__enter__()
+        self._frames.append(frame)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        here = threading.get_ident()
+        for frame in reversed(self._frames):
+            if frame.thread == here and frame.active:
+                frame.active = False
+                self._frames.remove(frame)
+                break
+        _pop_finished()
+
+
+def _pop_finished() -> None:
+    """Take contexts that were left off torch's stack, as far as they lie on top of it.
+
+    One that was left while others lay above it stays there, passing everything outwards.
+    """
+    while (top := _top_hooks(True)) is not None:
+        frame = getattr(top[0], "__self__", None)
+        if not isinstance(frame, _Frame) or frame.active:
+            return
+        saved_tensors_hooks(frame.pack, frame.unpack).__exit__()
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Weights stay where they are: moving them saves nothing, and they change under us."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)

@@ -1,0 +1,116 @@
+"""The valid length of a buffer: how many of its rows are real.
+
+A buffer sized for the worst case carries its length as an integer ``(1,)`` on the device,
+counted in rows of dimension 0.  The mark belongs to the storage, not to the Python object,
+because autograd saves other objects (detached, viewed) than those a user marks.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash.errors import DeviceError, DtypeError, LayoutError
+from backstash.tensors import GroupedTensor, QuantizedTensor
+
+
+class _Mark(NamedTuple):
+    """Which rows of which view of a storage are real."""
+
+    storage: StorageWeakRef
+    offset: int
+    stride: int
+    size: int
+    rows: Tensor
+
+
+# By the address of the storage; weak, so that neither the storage nor its length is kept.
+_MARKS: dict[int, _Mark] = {}
+_marks_lock = threading.Lock()
+
+
+def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = None) -> None:
+    """Say that a buffer is valid only for its first ``rows`` rows.
+
+    Handlers of :class:`saving` are told so when autograd saves the buffer, or a view of it
+    that has the same rows.  Nothing is stuck on the tensor, and the mark goes with its storage.
+
+    Args:
+        value: ``(T, ...)`` with whole rows one after another; a ``GroupedTensor`` knows its rows.
+        rows: Integer of one element on the device of ``value``; more than T counts as T.
+
+    Raises:
+        LayoutError: The valid rows of ``value`` are no prefix of its bytes.
+        DtypeError: ``rows`` is missing or no integer of one element.
+        DeviceError: ``rows`` is on another device.
+    """
+    if isinstance(value, GroupedTensor):
+        if rows is not None:
+            raise LayoutError("a GroupedTensor knows its own rows; leave `rows` out")
+        _mark_buffers(value)
+        return
+    if not isinstance(value, Tensor) or isinstance(value, QuantizedTensor):
+        raise LayoutError(
+            f"mark_grouped_tensor needs a plain tensor or a GroupedTensor, got "
+            f"{type(value).__name__}; quantize a GroupedTensor to have each buffer's length known"
+        )
+    if not isinstance(rows, Tensor) or rows.numel() != 1 or rows.dtype.is_floating_point:
+        came = f"{rows.dtype} of {rows.numel()}" if isinstance(rows, Tensor) else repr(rows)
+        raise DtypeError(
+            f"rows must be an integer tensor of one element on {value.device}, got {came}"
+        )
+    if rows.device != value.device:
+        raise DeviceError(
+            f"rows must be on the device of the buffer, {value.device}, got {rows.device}; "
+            f"move it there once, not at every step"
+        )
+    _mark(value, rows)
+
+
+def mark_rows(value: GroupedTensor) -> None:
+    """Mark the buffers of a grouped tensor, if hooks are there to be told."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        _mark_buffers(value)
+
+
+def valid_rows(tensor: Tensor) -> Tensor | None:
+    """The valid length that was marked for this buffer, or None."""
+    if not _MARKS or isinstance(tensor, QuantizedTensor) or tensor.ndim == 0:
+        return None
+    mark = _MARKS.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+    if mark is None or mark.storage.expired():
+        return None
+    same_rows = tensor.shape[0] == mark.size and tensor.stride(0) * tensor.itemsize == mark.stride
+    first_row = 0 <= tensor.storage_offset() * tensor.itemsize - mark.offset < max(mark.stride, 1)
+    return mark.rows if same_rows and first_row else None
+
+
+def _mark_buffers(value: GroupedTensor) -> None:
+    if not isinstance(value.data, QuantizedTensor):
+        _mark(value.data, value.ends_G[-1:])
+        return
+    for name, buffer in value.data.buffers.items():
+        rows = value.data.format.valid_rows(name, value.ends_G, value.capacity)
+        if rows is not None:
+            _mark(buffer, rows)
+
+
+def _mark(buffer: Tensor, rows: Tensor) -> None:
+    if buffer.ndim == 0 or not buffer.is_contiguous():
+        raise LayoutError(
+            f"the valid rows of a buffer must be a prefix of its bytes, got shape "
+            f"{tuple(buffer.shape)} with strides {buffer.stride()}; mark a contiguous tensor "
+            f"whose dimension 0 is the rows"
+        )
+    storage = StorageWeakRef(buffer.untyped_storage())
+    item = buffer.itemsize
+    offset, stride = buffer.storage_offset() * item, buffer.stride(0) * item
+    mark = _Mark(storage, offset, stride, len(buffer), rows.detach().reshape(1))
+    with _marks_lock:
+        for key in [key for key, old in _MARKS.items() if old.storage.expired()]:
+            del _MARKS[key]
+        _MARKS[storage.cdata] = mark

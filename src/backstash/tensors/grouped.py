@@ -1,0 +1,160 @@
+"""``GroupedTensor``: rows of many groups, one after another, in one buffer.
+
+The running ends of the groups live on the device, so nothing on the host depends on how
+many rows a group has.  The buffer may have room for more rows than there are: rows past the
+last end are *not there*, whatever bytes lie in them, and no kernel reads them.
+
+Letters: T rows of the buffer (its capacity), K columns, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DtypeError, ShapeError
+from backstash.tensors.quantized import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class GroupedTensor:
+    """``data`` ``(T, K)`` whose group g is the rows between ``ends_G[g-1]`` and ``ends_G[g]``.
+
+    Attributes:
+        data: A plain or quantized tensor.
+        ends_G: int32, cumulative, on the device of ``data``; never past the capacity.
+        overflow: Bool ``(1,)`` on the device: were more rows asked for than fit?
+    """
+
+    data: Tensor
+    ends_G: Tensor
+    overflow: Tensor
+
+    def __init__(
+        self, data: Tensor, ends: Tensor | Sequence[int], capacity: int | None = None
+    ) -> None:
+        """Describe the groups of ``data``.
+
+        Args:
+            data: ``(T, K)``.
+            ends: Running ends, integers of any width on any device, or a list.
+            capacity: The number of rows that ``data`` has room for; it must be T.
+
+        Raises:
+            ShapeError: ``data`` is not a matrix, ``capacity`` is not its rows, or a list of
+                ends is empty, decreasing or negative.
+            DtypeError: ``ends`` are not integers.
+        """
+        if not isinstance(data, Tensor) or data.ndim != 2:
+            came = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
+            raise ShapeError(f"a GroupedTensor needs data of shape (T, K), got {came}; reshape it")
+        if capacity is not None and capacity != len(data):
+            raise ShapeError(
+                f"capacity is the number of rows of data, {len(data)}, got {capacity}; give the "
+                f"whole buffer, or leave capacity out"
+            )
+        ends_G = as_ends(ends, data.device)
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "overflow", ends_G[-1:] > len(data))
+        object.__setattr__(self, "ends_G", ends_G.clamp(max=len(data)).int())
+
+    @classmethod
+    def from_counts(cls, data: Tensor, counts: Tensor | Sequence[int]) -> GroupedTensor:
+        """Describe the groups of ``data`` by how many rows each has.
+
+        Raises:
+            ShapeError: As the constructor, or a count on the host is negative.
+            DtypeError: ``counts`` are not integers.
+        """
+        return cls(data, counts_to_ends(counts, data.device))
+
+    @classmethod
+    def from_parts(cls, data: Tensor, ends_G: Tensor, overflow: Tensor) -> GroupedTensor:
+        """The same value from its fields, unchecked: they were checked when it was made."""
+        self = object.__new__(cls)
+        for name, part in (("data", data), ("ends_G", ends_G), ("overflow", overflow)):
+            object.__setattr__(self, name, part)
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the buffer has room for."""
+        return len(self.data)
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of groups."""
+        return self.ends_G.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the buffer, ``(T, K)``."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffer and of the ends."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer at its full capacity."""
+        return self.data.nbytes
+
+    @property
+    def counts_G(self) -> Tensor:
+        """Rows of each group, int32, on the device."""
+        return self.ends_G.diff(prepend=self.ends_G.new_zeros(1))
+
+    def dequantize(self) -> GroupedTensor:
+        """The same groups with plain values."""
+        if not isinstance(self.data, QuantizedTensor):
+            return self
+        return GroupedTensor(self.data.dequantize(), self.ends_G)
+
+
+def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Running ends, int64 on ``device``, of groups with ``counts`` rows.
+
+    Raises:
+        ShapeError: No counts, not one dimension, or a negative count on the host.
+        DtypeError: ``counts`` are not integers.
+    """
+    counts_G = _integers(counts, "counts")
+    if not counts_G.is_cuda and int(counts_G.min()) < 0:
+        raise ShapeError(f"counts must not be negative, got {counts_G.tolist()}; clamp them")
+    return counts_G.to(device, non_blocking=True).cumsum(0)
+
+
+def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Running ends, int64 on ``device``, checked where the host can see them."""
+    ends_G = _integers(ends, "ends")
+    if not ends_G.is_cuda and int(ends_G.diff(prepend=ends_G.new_zeros(1)).min()) < 0:
+        raise ShapeError(
+            f"ends must start at zero or more and never decrease, got {ends_G.tolist()}; "
+            f"use GroupedTensor.from_counts if these are the rows of each group"
+        )
+    return ends_G.to(device, non_blocking=True)
+
+
+def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
+    if not isinstance(values, Tensor):
+        if not all(isinstance(value, int) for value in values):
+            raise DtypeError(f"{what} must be whole numbers, got {list(values)}")
+        values = torch.tensor(list(values), dtype=torch.int64)
+    if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8):
+        raise DtypeError(f"{what} must be integers, got {values.dtype}; use int32 or int64")
+    if values.ndim != 1 or values.numel() == 0:
+        raise ShapeError(
+            f"{what} must have one dimension with an entry for each group, got shape "
+            f"{tuple(values.shape)}"
+        )
+    return values.long()

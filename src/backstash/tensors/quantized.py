@@ -1,0 +1,229 @@
+"""``QuantizedTensor``: a matrix kept in a number format, as one real ``torch.Tensor``.
+
+The tensor has the shape, dtype and device of the values it stands for, but no storage of
+its own: what it holds are the format's buffers, bytes mostly, as matrices ``(M, K)`` with
+all leading dimensions flattened.  The buffers are attributes, listed by
+``__tensor_flatten__``, so anything that knows the protocol of wrapper subclasses can take
+it apart and put it together.  What may be done with it is the table in
+``backstash.tensors.dispatch``; everything else raises, and nothing dequantizes silently.
+
+Letters: M rows, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.errors import LayoutError
+from backstash.formats import Format, Usage, check_floating, from_spec
+
+
+class QuantizedTensor(Tensor):
+    """Values kept in a :class:`~backstash.formats.Format`.
+
+    Made by ``format.quantize(x)``.  ``dequantize()`` gives the values back as a new plain
+    tensor.  Blocks of rows start anew in each group where ``ends_G`` is given.
+    """
+
+    format: Format
+    usage: Usage
+    ends_G: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        buffers: Mapping[str, Tensor],
+        *,
+        format: Format,
+        usage: Usage,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        ends_G: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        first = next(iter(buffers.values()))
+        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, shape, dtype=dtype, device=first.device, requires_grad=requires_grad
+        )
+        self.format = format
+        self.usage = usage
+        self.ends_G = ends_G
+        self._names = tuple(buffers)
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All is done in ``__new__``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def quantize(
+        cls, x: Tensor, *, format: Format, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+    ) -> QuantizedTensor:
+        """Encode ``x``; this is what ``format.quantize`` calls.
+
+        A tensor of three or more dimensions is not split by them: its leading dimensions are
+        rows like any others.  Groups are given by ``ends_G``.
+        """
+        check_floating(x, f"{format.name}.quantize")
+        with torch.no_grad():
+            x_MK = x.detach().reshape(_rows(x.shape), x.shape[-1])
+            buffers = format.encode(x_MK, usage, ends_G, scale)
+        return cls(buffers, format=format, usage=usage, shape=x.shape, dtype=x.dtype, ends_G=ends_G)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The format's buffers by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def dequantize(self, usage: Usage | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a new plain tensor.
+
+        Args:
+            usage: Which direction's codes to read; default the rows if there, else the columns.
+            dtype: Of the result; default the tensor's own.
+
+        Raises:
+            LayoutError: The tensor was not quantized for this direction.
+        """
+        if usage is None:
+            usage = Usage.ROWWISE if Usage.ROWWISE in self.usage else Usage.COLUMNWISE
+        if usage is Usage.BOTH or usage not in self.usage:
+            raise LayoutError(
+                f"dequantize reads one direction of {self.usage}, got {usage}; quantize with "
+                f"the usage you need, or leave `usage` out"
+            )
+        with torch.no_grad():
+            values_MK = self.format.decode(self.buffers, dtype or self.dtype, usage, self.ends_G)
+        return values_MK.reshape(self.shape)
+
+    def only(self, usage: Usage) -> QuantizedTensor:
+        """The same tensor readable along ``usage`` alone; the other direction's buffers are let go.
+
+        Raises:
+            LayoutError: The tensor was not quantized for this direction.
+        """
+        if usage not in self.usage:
+            raise LayoutError(f"{usage} was asked of a tensor that has {self.usage}")
+        groups = None if self.ends_G is None else self.ends_G.numel()
+        rows = _rows(self.shape)
+        names = self.format.buffers(rows, self.shape[-1], self.dtype, usage, groups)
+        return self.like({name: getattr(self, name) for name in names}, usage=usage)
+
+    def like(self, buffers: Mapping[str, Tensor], **changes: Any) -> QuantizedTensor:
+        """A tensor of the same kind around other buffers; ``changes`` name what differs."""
+        kind = {
+            "format": self.format,
+            "usage": self.usage,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "ends_G": self.ends_G,
+        }
+        return type(self)(buffers, **(kind | changes))
+
+    def requantize_(self, values: Tensor) -> QuantizedTensor:
+        """Put new values of the same shape into the same buffers."""
+        values_MK = values.detach().to(self.device).reshape(_rows(self.shape), self.shape[-1])
+        buffers = self.buffers
+        scale = self.format.scale_of(buffers)
+        for name, fresh in self.format.encode(values_MK, self.usage, self.ends_G, scale).items():
+            buffers[name].copy_(fresh)
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = list(self._names) + (["ends_G"] if self.ends_G is not None else [])
+        return names, (self.format, self.usage, self.dtype, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], kind: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        format, usage, dtype, requires_grad = kind
+        buffers = dict(inner)
+        ends_G = buffers.pop("ends_G", None)
+        return QuantizedTensor(
+            buffers,
+            format=format,
+            usage=usage,
+            shape=outer_size,
+            dtype=dtype,
+            ends_G=ends_G,
+            requires_grad=requires_grad,
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.run_operation(func, args, kwargs or {})
+
+    #: Looks an operation up and runs it; set by ``backstash.tensors.dispatch``.
+    run_operation: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        ends = {} if self.ends_G is None else {"ends_G": self.ends_G}
+        kind = (
+            self.format.spec(),
+            self.usage.value,
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+        return rebuild, (self.buffers | ends, kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            copy = self.detach().clone().requires_grad_(self.requires_grad)
+            memo[id(self)] = _as_parameter(copy) if isinstance(self, torch.nn.Parameter) else copy
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"QuantizedTensor(format={self.format.name}, usage={self.usage.name}, "
+            f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"nbytes={self.nbytes})"
+        )
+
+
+def rebuild(buffers: dict[str, Tensor], kind: tuple[Any, ...]) -> QuantizedTensor:
+    """Put a quantized tensor together from plain values; this is what unpickling calls."""
+    spec, usage, shape, dtype, requires_grad, is_parameter = kind
+    buffers = dict(buffers)
+    ends_G = buffers.pop("ends_G", None)
+    tensor = QuantizedTensor(
+        buffers,
+        format=from_spec(spec),
+        usage=Usage(usage),
+        shape=torch.Size(shape),
+        dtype=dtype,
+        ends_G=ends_G,
+        requires_grad=requires_grad,
+    )
+    return _as_parameter(tensor) if is_parameter else tensor
+
+
+def equal_groups(groups: int, rows: int, device: torch.device) -> Tensor:
+    """Running ends of ``groups`` groups of ``rows`` rows each, made without a host copy."""
+    return torch.arange(1, groups + 1, dtype=torch.int32, device=device) * rows
+
+
+def _as_parameter(tensor: QuantizedTensor) -> QuantizedTensor:
+    return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)  # pyright: ignore
+
+
+def _rows(shape: torch.Size) -> int:
+    return math.prod(shape[:-1])
+
+
+torch.serialization.add_safe_globals([rebuild])

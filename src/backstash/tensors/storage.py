@@ -1,0 +1,79 @@
+"""Quantized tensors in files that know only plain ones, such as safetensors.
+
+Each quantized tensor becomes its buffers, as bytes under ``name::buffer``, and one line of
+metadata that says how to put them together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.errors import CheckpointError
+from backstash.formats import Usage, from_spec
+from backstash.tensors.quantized import QuantizedTensor
+
+_SEPARATOR = "::"
+_KEY = "backstash.quantized"
+
+
+def to_plain(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Take the quantized tensors of a state dict apart.
+
+    Returns:
+        Plain tensors, bytes for what was quantized, and metadata of strings: exactly the
+        arguments of ``safetensors.torch.save_file``.
+    """
+    plain: dict[str, Tensor] = {}
+    kinds: dict[str, Any] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, QuantizedTensor):
+            plain[name] = tensor
+            continue
+        parts = tensor.buffers | ({} if tensor.ends_G is None else {"ends_G": tensor.ends_G})
+        kinds[name] = {
+            "format": tensor.format.spec(),
+            "usage": tensor.usage.value,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "buffers": {
+                part: str(buffer.dtype).removeprefix("torch.") for part, buffer in parts.items()
+            },
+        }
+        for part, buffer in parts.items():
+            plain[f"{name}{_SEPARATOR}{part}"] = buffer.detach().contiguous().view(torch.uint8)
+    return plain, ({_KEY: json.dumps(kinds)} if kinds else {})
+
+
+def from_plain(plain: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Put together what :func:`to_plain` took apart.
+
+    Raises:
+        CheckpointError: The metadata is damaged, or a buffer that it names is missing.
+    """
+    state = dict(plain)
+    try:
+        for name, kind in json.loads(metadata.get(_KEY, "{}")).items():
+            parts = {
+                part: state.pop(f"{name}{_SEPARATOR}{part}").view(getattr(torch, dtype))
+                for part, dtype in kind["buffers"].items()
+            }
+            ends_G = parts.pop("ends_G", None)
+            state[name] = QuantizedTensor(
+                parts,
+                format=from_spec(kind["format"]),
+                usage=Usage(kind["usage"]),
+                shape=torch.Size(kind["shape"]),
+                dtype=getattr(torch, kind["dtype"]),
+                ends_G=ends_G,
+            )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"stored quantized tensors need their metadata and every buffer it names, but "
+            f"{error!r} is wrong or missing; the file is damaged"
+        ) from error
+    return state
