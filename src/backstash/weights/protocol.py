@@ -109,9 +109,10 @@ def finalize_weight_grads(
 def _as_group(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if isinstance(weights, list):
         return weights
-    # A marked object that is no tensor is a single weight too: is_distributed_weight names it.
-    single = isinstance(weights, Tensor) or not isinstance(weights, Sequence)
-    return [weights] if single else list(weights)
+    if isinstance(weights, Sequence):
+        return list(weights)
+    # A marked object that is no tensor comes here too: is_distributed_weight names it.
+    return [weights]
 
 
 def _full_weights(answer: Any, group: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,50 @@
+"""One 3-D parameter for the weights of all experts, also where a file has one for each.
+
+A state dict says ``weight`` of shape ``(G, N, K)``.  Files of other software often say
+``weight0`` to ``weight{G-1}`` of shape ``(N, K)``; those load as well, also strictly.
+
+Letters: G experts, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def draw_experts(weight_GNK: Tensor, bias_GN: Tensor | None) -> None:
+    """Draw each expert's weight and bias as a ``Linear`` does, one expert after the other."""
+    bound = 1 / math.sqrt(weight_GNK.shape[-1]) if weight_GNK.shape[-1] else 0.0
+    for parameter in (weight_GNK, bias_GN):
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)
+
+
+def join_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Stack ``{prefix}{name}0`` and so on into ``{prefix}{name}``, for each parameter.
+
+    Registered as a load-state-dict pre-hook.  A set of keys that is not complete is left
+    as it is, and reported by torch as missing and unexpected keys.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        keys = [f"{prefix}{name}{g}" for g in range(parameter.shape[0])]
+        if not keys or not all(key in state_dict for key in keys):
+            continue
+        experts = [state_dict[key] for key in keys]
+        if len({tuple(expert.shape) for expert in experts}) > 1:
+            continue
+        for key in keys:
+            del state_dict[key]
+        state_dict[f"{prefix}{name}"] = torch.stack(experts)
+
+
+def split_experts(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters as ``{name}0`` and so on: views of the 3-D ones, one for each expert."""
+    return {
+        f"{name}{g}": expert
+        for name, parameter in module.named_parameters(recurse=False)
+        for g, expert in enumerate(parameter.detach().unbind(0))
+    }

@@ -1,0 +1,253 @@
+"""``GroupedMLP``: the feed-forward blocks of G experts, each for its own group of the rows.
+
+Kept for backward are the input and the pre-activation.  With a :class:`RowMap` the rows are
+gathered inside, so the input that is kept is the tokens themselves, once, not a copy for
+each expert that a token was sent to.
+
+Letters: T tokens, K experts a token, R rows of the buffer (T without a row map), H model
+features, F columns of the pre-activation, I columns of the activation, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backstash import kernels
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from backstash.nn.experts import draw_experts, join_experts, split_experts
+from backstash.nn.feed_forward import (
+    FeedForward,
+    Rows,
+    Wanted,
+    Weights,
+    checked_activation,
+    preactivation_columns,
+)
+from backstash.nn.group_ends import Counts, group_ends
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.row_map import RowMap
+from backstash.nn.weight_grad import Delivery
+from backstash.recipes import Operand
+from backstash.saving import save_for_backward, saved_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What backward must know that is no tensor."""
+
+    feed_forward: FeedForward
+    keep: Keep
+
+    def wanted(self, needed: tuple[bool, ...]) -> Wanted:
+        """What the matmuls must give for (x, routing weights, weights...)."""
+        return Wanted(needed[0], needed[1], Weights(*needed[2:6]))
+
+
+class Placement(NamedTuple):
+    """Where the rows are: their groups' ends and, if they are gathered inside, the map."""
+
+    ends_G: Tensor
+    source_R: Tensor | None
+    slots_TK: Tensor | None
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor, prob_R: Tensor | None, *parameters_and_plan: Any) -> Tensor:
+        *parameters, ends_G, source_R, slots_TK, plan = parameters_and_plan
+        weights = Weights(*parameters)
+        wanted = plan.wanted(ctx.needs_input_grad)
+        fc1 = plan.feed_forward.fc1
+        x_TH = as_rows(x)
+        x_RH = x_TH if source_R is None else kernels.permute(x_TH, source_R)
+        reads_x = wanted.weights.fc1_weight and plan.keep is not Keep.NOTHING
+        x_rows, kept = fc1.call.input_pair(x_RH, ends_G, keep=reads_x and source_R is None)
+        del x_RH
+        y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
+        if plan.keep is not Keep.NOTHING:
+            # Only dx and a second gather read the map; only dh and the activation the rest.
+            placement = Placement(
+                ends_G,
+                source_R if reads_x else None,
+                slots_TK if wanted.x else None,
+            )
+            save_for_backward(
+                ctx,
+                kept if source_R is None or not reads_x else x,
+                prob_R,
+                h,
+                weights.fc1_weight,
+                weights.fc2_weight,
+                weights.fc2_bias if prob_R is not None else None,
+                *placement,
+            )
+        ctx.plan = plan
+        return y_RH if source_R is not None else y_RH.view(*x.shape[:-1], y_RH.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = saved_values(ctx)
+        ends_G, source_R, slots_TK = Placement(*placed)
+        plan = ctx.plan
+        fc1 = plan.feed_forward.fc1
+
+        def read_x() -> Tensor:
+            if source_R is None:
+                return fc1.call.kept_columns(kept)
+            x_RH = kernels.permute(as_rows(kept), source_R)
+            return fc1.call.columns(Operand.INPUT, x_RH, ends_G)
+
+        dx_RH, dprob_R, dweights = plan.feed_forward.backward(
+            as_rows(dy),
+            h,
+            read_x,
+            (Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G)),
+            plan.wanted(ctx.needs_input_grad),
+        )
+        if dx_RH is None:
+            dx = None
+        elif slots_TK is not None:
+            dx = kernels.unpermute(dx_RH, slots_TK)
+        else:
+            dx = dx_RH.view(*dy.shape[:-1], dx_RH.shape[1])
+        return dx, dprob_R if ctx.needs_input_grad[1] else None, *dweights, None, None, None, None
+
+
+class GroupedMLP(Layer):
+    """The feed-forward blocks of G experts.
+
+    Args:
+        num_gemms: G, the number of experts.
+        hidden_size: H, features of input and output.
+        ffn_hidden_size: I, columns of the activation; a gated one has twice as many before it.
+        activation: ``gelu``, ``relu``, ``silu``, or gated ``swiglu``, ``geglu``, ``reglu``.
+        name: By which recipes and reports know this layer.
+        delay_wgrad_compute: Leave the weight gradients for :meth:`backward_dw`.
+        fuse_wgrad_accumulation: Add the weight gradients to each weight's ``main_grad``.
+
+    Parameters are ``fc1_weight`` ``(G, F, H)``, ``fc2_weight`` ``(G, H, I)`` and biases of
+    one row each; a state dict with ``fc1_weight0``, ``fc1_weight1``, … loads as well.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "swiglu",
+        name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+    ) -> None:
+        if num_gemms < 1:
+            raise ConfigError(f"GroupedMLP needs at least one group, got {num_gemms}")
+        delivery = Delivery.of(fused=fuse_wgrad_accumulation)
+        super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
+        self.num_gemms = num_gemms
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.activation = checked_activation(activation)
+        new = {"device": device, "dtype": dtype}
+        columns = preactivation_columns(activation, ffn_hidden_size)
+        self.fc1_weight = self.make_parameter((num_gemms, columns, hidden_size), **new)
+        self.fc2_weight = self.make_parameter((num_gemms, hidden_size, ffn_hidden_size), **new)
+        self.fc1_bias = self.make_parameter((num_gemms, columns), **new) if bias else None
+        self.fc2_bias = self.make_parameter((num_gemms, hidden_size), **new) if bias else None
+        self.register_load_state_dict_pre_hook(join_experts)
+        self.reset_parameters()
+
+    @property
+    def num_groups(self) -> int:
+        """G: under delayed scaling each expert has scales of its own."""
+        return self.num_gemms
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights and biases as ``torch.nn.Linear`` does."""
+        draw_experts(self.fc1_weight, self.fc1_bias)
+        draw_experts(self.fc2_weight, self.fc2_bias)
+
+    def expert_state_dict(self) -> dict[str, Tensor]:
+        """The state as ``fc1_weight0`` and so on: views, for software that wants those."""
+        return split_experts(self)
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Counts,
+        probs: Tensor | None = None,
+        *,
+        rows: RowMap | None = None,
+    ) -> Tensor:
+        """Run each expert on its group of rows.
+
+        Args:
+            x: ``(*, H)``, the rows sorted by expert; with ``rows``, the tokens as they come.
+            m_splits: Rows of each expert: a list, or integers on the host or the device.
+            probs: One weight for each row, multiplied onto the expert's output.
+            rows: Which token each row copies; the rows are gathered inside.
+
+        Returns:
+            ``(*, H)``; with ``rows``, ``(R, H)`` sorted by expert.  Rows past the last
+            group are zeros.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: an argument does not fit the weights.
+            ConfigError: ``fuse_wgrad_accumulation`` and a weight has no ``main_grad``.
+        """
+        dtype = self.compute_dtype(x, self.hidden_size, self.fc1_weight)
+        count = x.shape[:-1].numel()
+        if rows is not None:
+            rows.check(as_rows(x))
+            count = rows.rows
+        if probs is not None:
+            _check_probs(probs, count, x.device)
+        ends_G = group_ends(m_splits, self.num_gemms, count, x.device)
+        feed_forward = FeedForward(
+            self.projection(self.fc1_weight, dtype, "fc1"),
+            self.projection(self.fc2_weight, dtype, "fc2"),
+            self.activation,
+        )
+        return _GroupedMLP.apply(
+            x.to(dtype),
+            probs,
+            self.fc1_weight,
+            self.fc1_bias,
+            self.fc2_weight,
+            self.fc2_bias,
+            ends_G,
+            None if rows is None else rows.source_R,
+            None if rows is None else rows.slots_TK,
+            Plan(feed_forward, self.keep(feed_forward.fc1.call)),
+        )
+
+    def extra_repr(self) -> str:
+        """Say the sizes, as ``print(module)`` shows them."""
+        return (
+            f"num_gemms={self.num_gemms}, hidden_size={self.hidden_size}, "
+            f"ffn_hidden_size={self.ffn_hidden_size}, bias={self.fc1_bias is not None}, "
+            f"activation={self.activation!r}"
+        )
+
+
+def _check_probs(prob_R: Tensor, rows: int, device: torch.device) -> None:
+    if tuple(prob_R.shape) != (rows,):
+        raise ShapeError(
+            f"probs must have one weight for each of {rows} rows, got {tuple(prob_R.shape)}; "
+            "gather the routing weights in the order of the rows"
+        )
+    if not prob_R.is_floating_point():
+        raise DtypeError(f"probs must be floating-point, got {prob_R.dtype}; use float32")
+    if prob_R.device != device:
+        raise DeviceError(f"probs are on {prob_R.device}, the rows on {device}; move one of them")

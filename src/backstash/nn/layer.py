@@ -1,0 +1,137 @@
+"""What all layers with matmuls share: their options, the dtype they run in, the door check.
+
+A layer runs in the dtype of its parameters, which its input must have too; inside
+``torch.autocast`` it runs in autocast's dtype instead and both are cast.  The input is cast
+outside the layer's autograd function, where autograd undoes it; the weight is cast inside,
+because the function saves it by reference and must see the parameter itself.
+
+Letters: T rows (all leading dimensions flattened), K features.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.errors import ConfigError, DeviceError, DtypeError, RecipeError, ShapeError
+from backstash.nn.call import Call
+from backstash.nn.module import QuantizedModule
+from backstash.nn.projection import Projection
+from backstash.nn.weight_grad import Delivery, GradientQueue, WeightGradient
+from backstash.recipes import Operand, Phase
+
+
+class Keep(enum.Enum):
+    """What forward keeps of a layer's input for the weight gradient."""
+
+    NOTHING = "nothing"  # nobody will call backward
+    COLUMNS = "columns"  # its columns in the recipe's format
+    ORIGINAL = "original"  # the input tensor itself; its columns are quantized in backward
+
+
+class Layer(QuantizedModule):
+    """Base of the layers; it knows where their weight gradients go, and when."""
+
+    def __init__(self, *, name: str | None, delivery: Delivery, delayed: bool) -> None:
+        super().__init__(name=name)
+        self.weight_gradient = WeightGradient(delivery, GradientQueue() if delayed else None)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that backward left for later, and add each once.
+
+        Adds to ``weight.grad``, or to ``weight.main_grad``; does nothing where nothing waits.
+
+        Raises:
+            ConfigError: the layer computes its weight gradients in backward.
+        """
+        if self.weight_gradient.queue is None:
+            raise ConfigError(
+                f"backward_dw of {type(self).__name__} has nothing to do: its weight gradients "
+                "are computed in backward; construct it with delay_wgrad_compute=True"
+            )
+        self.weight_gradient.queue.run()
+
+    def projection(self, weight: Tensor, dtype: torch.dtype, linear: str = "") -> Projection:
+        """The matmul with ``weight``, under the recipe in force now."""
+        self.weight_gradient.check(weight)
+        return Projection(self.capture(linear), self.weight_gradient, dtype)
+
+    def keep(self, call: Call, *, original: bool = False) -> Keep:
+        """What to keep of an input under ``call``'s recipe.
+
+        Raises:
+            RecipeError: the original is wanted and the recipe's scale is learnt over time.
+        """
+        if original and _learns_input_scale(call):
+            raise RecipeError(
+                f"save_original_input quantizes the input again in backward, when the recipe "
+                f"{call.recipe.name!r} may have learnt another scale; leave the option out, or "
+                "take a recipe that computes its scales from the tensor"
+            )
+        if not torch.is_grad_enabled():
+            return Keep.NOTHING
+        return Keep.ORIGINAL if original else Keep.COLUMNS
+
+    def compute_dtype(self, x: Tensor, features: int, weight: Tensor) -> torch.dtype:
+        """The dtype the matmuls run in, after checking ``x`` at the door.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: ``x`` does not fit ``weight``.
+        """
+        layer = type(self).__name__
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise DtypeError(
+                f"{layer} needs a floating-point tensor, got {came}; convert the input first"
+            )
+        if x.ndim == 0 or x.shape[-1] != features:
+            raise ShapeError(
+                f"{layer} needs {features} features in the last dimension, got "
+                f"{tuple(x.shape)}; check the layer before, or reshape"
+            )
+        if x.device != weight.device:
+            raise DeviceError(
+                f"{layer} has its parameters on {weight.device}, got an input on {x.device}; "
+                "move one of them"
+            )
+        # Autocast leaves float64 alone, and so does a layer.
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            return torch.get_autocast_dtype(x.device.type)
+        if x.dtype != weight.dtype:
+            raise DtypeError(
+                f"{layer} has parameters in {weight.dtype}, got an input in {x.dtype}; cast one "
+                "of them, or run inside torch.autocast"
+            )
+        return x.dtype
+
+
+def _learns_input_scale(call: Call) -> bool:
+    return any(call.format(Operand.INPUT, phase).stateful for phase in Phase)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Flatten the leading dimensions: ``(T, K)``; also for no rows at all, and for one."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def outside_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a Function's forward or backward in the dtypes it is given.
+
+    Inside autocast every matmul would round its operands again: float32 sums and values
+    that a recipe has just quantized among them.
+    """
+
+    @functools.wraps(method)
+    def run(ctx: Any, first: Tensor, *rest: Any) -> Any:
+        if not torch.is_autocast_enabled(first.device.type):
+            return method(ctx, first, *rest)
+        with torch.autocast(first.device.type, enabled=False):
+            return method(ctx, first, *rest)
+
+    return run

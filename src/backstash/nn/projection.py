@@ -1,0 +1,161 @@
+"""One matmul of a module, ``y = x w^T + b``, forward and backward, for one weight or G.
+
+Three products share two operands each, and every operand is quantized along the direction
+that its product adds up over::
+
+    y  = row(x)  row(w)^T        forward
+    dx = row(dy) col(w)          input gradient
+    dw = col(dy)^T col(x)        weight gradient
+
+So after forward only the columns of ``x`` are needed, and the weight itself, which is never
+copied: backward quantizes its columns from the very object that forward saw, after asking
+it for its full self where it is only a shard.  With ``ends_G`` the rows are in groups, each
+multiplied by its own slice of a weight ``(G, N, K)``.
+
+Letters: T rows, K input features, N output features, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backstash import kernels
+from backstash.errors import ShapeError
+from backstash.nn.call import Call
+from backstash.nn.weight_grad import WeightGradient
+from backstash.recipes import Operand
+from backstash.tensors import QuantizedTensor, equal_groups
+from backstash.weights.protocol import (
+    materialize_weight_for_backward,
+    materialize_weight_for_forward,
+)
+
+
+class Needs(enum.Flag):
+    """Which gradients of a projection somebody waits for."""
+
+    NOTHING = 0
+    INPUT = enum.auto()
+    WEIGHT = enum.auto()
+    BIAS = enum.auto()
+
+    @classmethod
+    def of(cls, needed: Sequence[bool]) -> Needs:
+        """From whether input, weight and bias need a gradient, as autograd lists them."""
+        wanted = cls.NOTHING
+        for flag, is_needed in zip(cls, needed, strict=True):
+            if is_needed:
+                wanted |= flag
+        return wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Gradients of one projection; ``None`` where nobody waits, or it went elsewhere."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A matmul with the recipe it runs under, its dtype, and where its weight gradient goes."""
+
+    call: Call
+    weight_gradient: WeightGradient
+    dtype: torch.dtype
+
+    def forward(
+        self, x_rows: Tensor, weight: Tensor, bias: Tensor | None, ends_G: Tensor | None = None
+    ) -> Tensor:
+        """Multiply values that are already as the matmul reads them (``call.input_pair``)."""
+        full = materialize_weight_for_forward(weight)[0]
+        _check_full(full, x_rows.shape[-1], weight)
+        w_rows = self._weight_values(self.call.rows, full)
+        if ends_G is None:
+            return F.linear(x_rows, w_rows, None if bias is None else bias.to(self.dtype))
+        y_TN = kernels.grouped_mm(x_rows, w_rows, ends_G)
+        return y_TN if bias is None else kernels.add_group_bias(y_TN, bias.to(self.dtype), ends_G)
+
+    def backward(
+        self,
+        dy_TN: Tensor,
+        weight: Tensor,
+        read_x: Callable[[], Tensor],
+        needs: Needs,
+        ends_G: Tensor | None = None,
+    ) -> Gradients:
+        """Give the gradients that ``needs`` names.
+
+        ``read_x`` gives the columns of ``x`` when the weight gradient is computed, which may
+        be long after this call.
+        """
+        dy_rows, dy_columns = self._gradient_values(dy_TN, needs, ends_G)
+        dbias = self._bias_gradient(dy_TN, ends_G) if Needs.BIAS in needs else None
+        dx = None if dy_rows is None else self._input_gradient(dy_rows, weight, ends_G)
+        del dy_rows
+        if dy_columns is None:
+            return Gradients(dx, None, dbias)
+
+        def weight_gradient() -> Tensor:
+            if ends_G is None:
+                return dy_columns.t() @ read_x()
+            return kernels.grouped_mm_dw(dy_columns, read_x(), ends_G)
+
+        return Gradients(dx, self.weight_gradient.give(weight, weight_gradient), dbias)
+
+    def _gradient_values(
+        self, dy_TN: Tensor, needs: Needs, ends_G: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if Needs.INPUT in needs and Needs.WEIGHT in needs:
+            return self.call.gradient_pair(dy_TN, ends_G)
+        if Needs.INPUT in needs:
+            return self.call.rows(Operand.GRADIENT, dy_TN, ends_G), None
+        if Needs.WEIGHT in needs:
+            return None, self.call.columns(Operand.GRADIENT, dy_TN, ends_G)
+        return None, None
+
+    def _input_gradient(self, dy_rows: Tensor, weight: Tensor, ends_G: Tensor | None) -> Tensor:
+        full = materialize_weight_for_backward(weight)[0]
+        w_columns = self._weight_values(self.call.columns, full)
+        if ends_G is None:
+            return dy_rows @ w_columns
+        return kernels.grouped_mm_dx(dy_rows, w_columns, ends_G)
+
+    def _bias_gradient(self, dy_TN: Tensor, ends_G: Tensor | None) -> Tensor:
+        # Summed in float32 whatever the dtype of dy; autograd casts it to the bias's dtype.
+        wide = torch.promote_types(dy_TN.dtype, torch.float32)
+        if ends_G is None:
+            return dy_TN.sum(0, dtype=wide)
+        return kernels.group_sum(dy_TN.to(wide), ends_G)
+
+    def _weight_values(self, read: Callable[..., Tensor], full: Tensor) -> Tensor:
+        if isinstance(full, QuantizedTensor):
+            return _in_dtype(read(Operand.WEIGHT, full), self.dtype)
+        full = _in_dtype(full, self.dtype)
+        if full.ndim == 2:
+            return read(Operand.WEIGHT, full)
+        # Blocks and scales start anew in each expert: its rows are a group of their own.
+        G, N, _ = full.shape
+        ends_G = equal_groups(G, N, full.device)
+        return read(Operand.WEIGHT, full.flatten(0, 1), ends_G).view(full.shape)
+
+
+def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else weight.to(dtype)
+
+
+def _check_full(full: Tensor, in_features: int, weight: Tensor) -> None:
+    if full.shape[-1] != in_features or full.ndim != weight.ndim:
+        raise ShapeError(
+            f"the weight to multiply with must have {in_features} input features and "
+            f"{weight.ndim} dimensions, got {tuple(full.shape)} from {type(weight).__name__}; "
+            "materialize_group_for_forward must give the full weight"
+        )
