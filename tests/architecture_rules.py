@@ -314,10 +314,14 @@ def names_say_what_they_mean(module: Module) -> list[str]:
         if FORBIDDEN_WORDS & set(part.split("_")) or re.search(r"_impl$|_v\d+$", part):
             complaints.append(f"{module.path}:1: {part!r} names no idea")
     for node in ast.walk(module.tree):
-        name = getattr(node, "name", None) or getattr(node, "arg", None)
-        if isinstance(node, ast.Name):
+        name = ""
+        if isinstance(node, Function | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
-        if isinstance(name, str) and re.search(r"^_*maybe_|_impl$|_v\d+$|Manager$|Helper$", name):
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if re.search(r"^_*maybe_|_impl$|_v\d+$|Manager$|Helper$", name):
             complaints.append(module.complain(node, f"the name {name} says too little"))
     return complaints
 
