@@ -1,0 +1,122 @@
+"""A Mixture-of-Experts layer: route, dispatch, experts, combine.
+
+Each token goes through ``top_k`` of ``num_experts`` small feed-forward networks, and their
+results are added with the router's weights; a shared expert, if there is one, sees every
+token.  Each of the parts is a file of its own and can be replaced: the router decides, the
+dispatcher moves rows, the experts multiply.
+
+Kept for backward are the tokens (once, by the router and the experts together), the experts'
+pre-activations, and the routing; never the tokens copied once for each expert they go to.
+
+Letters: T tokens, H features, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from backstash.errors import ShapeError
+from backstash.moe.dispatch import Dispatcher, Local
+from backstash.moe.losses import Losses, attach_loss
+from backstash.moe.router import Router, RouterConfig, Routing
+from backstash.nn import GroupedMLP
+
+
+class MoE(nn.Module):
+    """Send each token through its ``top_k`` experts, and through the shared one.
+
+    State dict: ``router.weight`` (E, H), ``router.expert_bias`` (E,), ``experts.fc1_weight``,
+    ``experts.fc2_weight``, and with a shared expert ``shared.fc1_weight``,
+    ``shared.fc2_weight``, which are those of one group.
+
+    The router's losses need no care from the caller: their gradients join the training
+    loss's in backward, times ``loss_scale``.  Set that to what the training loss is multiplied
+    with before its backward: ``1 / n`` for the mean over ``n`` microbatches, or a loss scaler's
+    factor.  ``last_load`` (E,) and ``last_losses`` are those of the latest forward, for metrics.
+
+    Raises:
+        ConfigError: a size or an option means nothing.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        shared_ffn_hidden_size: int = 0,
+        router: RouterConfig | None = None,
+        dispatcher: Dispatcher | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.dispatcher = Local() if dispatcher is None else dispatcher
+        self.router = Router(
+            hidden_size, num_experts, top_k, config=router, device=device, dtype=dtype
+        )
+        self.experts = GroupedMLP(
+            num_experts,
+            hidden_size,
+            ffn_hidden_size,
+            device=device,
+            dtype=dtype,
+            activation=activation,
+            name=name and f"{name}.experts",
+        )
+        self.shared: GroupedMLP | None = None
+        if shared_ffn_hidden_size:
+            self.shared = GroupedMLP(
+                1,
+                hidden_size,
+                shared_ffn_hidden_size,
+                device=device,
+                dtype=dtype,
+                activation=activation,
+                name=name and f"{name}.shared",
+            )
+        self.loss_scale: float | Tensor = 1.0
+        self.last_load: Tensor | None = None
+        self.last_losses = Losses()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give each token of ``x`` (…, H) its experts' weighted sum, in the same shape.
+
+        Any number of tokens works, none included, and so does any split over the experts.
+
+        Raises:
+            ShapeError: the last dimension of ``x`` is not ``hidden_size``.
+        """
+        if x.ndim == 0 or x.shape[-1] != self.hidden_size:
+            raise ShapeError(
+                f"MoE needs {self.hidden_size} features in the last dimension, got "
+                f"{tuple(x.shape)}; check the layer before, or reshape"
+            )
+        x_TH = x.reshape(x.numel() // self.hidden_size, self.hidden_size)
+        routing = self._with_losses(self.router(x_TH))
+        sent = self.dispatcher.dispatch(x_TH, routing)
+        y_RH = self.experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows)
+        y_TH = self.dispatcher.combine(y_RH, sent)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH, [x_TH.shape[0]])
+        return y_TH.view(x.shape)
+
+    def _with_losses(self, routing: Routing) -> Routing:
+        """Hang the losses on the weights of the rows, through which every gradient passes."""
+        self.last_load = routing.counts_E
+        self.last_losses = routing.losses.detach()
+        config, prob_TK = self.router.config, routing.prob_TK
+        for loss, weight in (
+            (routing.losses.balance, config.aux_loss_weight),
+            (routing.losses.z, config.z_loss_weight),
+        ):
+            if loss is not None:
+                prob_TK = attach_loss(prob_TK, loss * weight * self.loss_scale)
+        return dataclasses.replace(routing, prob_TK=prob_TK)

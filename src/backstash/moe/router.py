@@ -1,0 +1,319 @@
+"""Which experts a token goes to, and with what weight.
+
+A router scores every expert for every token, in float32 whatever the model's dtype, and
+sends the token to the best ``top_k``.  Two things come out of the scores, and they are
+treated differently:
+
+* The *choice* is a discrete thing.  It is made once, in forward, and remembered: a
+  checkpointed region that computed it again could choose otherwise where two scores nearly
+  tie, and would then compute gradients of something that never happened.
+* The *weights* are a smooth function of the scores, so a recomputation may compute them
+  again, and the gradient flows through them into the router.
+
+Experts are kept equally busy in either of two ways.  A *bias* per expert is added to the
+scores for the choice only; :meth:`Router.update_bias_` raises it where too few tokens came
+and lowers it where too many did, which touches no gradient.  Or a *loss* on the imbalance
+is added to the training loss (:mod:`backstash.moe.losses`).
+
+Letters: T tokens, H features, E experts, K experts a token, N groups of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from backstash.errors import ConfigError, DtypeError, ShapeError
+from backstash.moe.losses import Losses, balance_loss, sum_over_ranks, z_loss
+from backstash.recompute import in_checkpoint, remember
+from backstash.saving import save_for_backward, saved_values
+
+# Keeps a share of nothing from being 0/0; too small to change any other share.
+_TINY = 1e-20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How experts are scored, chosen and kept equally busy.
+
+    Raises:
+        ConfigError: an option has a value that means nothing.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores that compete for one total, or that each stand alone."""
+    num_groups: int = 1
+    """Groups of neighbouring experts; a token stays inside its best ``top_groups``."""
+    top_groups: int = 1
+    """Groups a token may use, ranked by the sum of the two best scores in each."""
+    normalize: bool | None = None
+    """Divide a token's weights by their sum.  ``None``: where there is more than one, since a
+    single weight divided by itself is one and would teach the router nothing."""
+    weight_scale: float = 1.0
+    """Factor on the weights."""
+    bias_update_speed: float = 0.0
+    """Step of the balancing bias; 0 leaves it as it is."""
+    aux_loss_weight: float = 0.0
+    """Weight of the load-balance loss; 0 for none."""
+    z_loss_weight: float = 0.0
+    """Weight of the loss on large logits; 0 for none."""
+    group: dist.ProcessGroup | None = None
+    """Ranks over which tokens are counted, for the losses and for the bias."""
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ConfigError(
+                f"score must be 'softmax' or 'sigmoid', got {self.score!r}; pick one of the two"
+            )
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"top_groups must be between 1 and num_groups={self.num_groups}, got "
+                f"{self.top_groups}; leave both at 1 for a choice among all experts"
+            )
+        for name in ("bias_update_speed", "aux_loss_weight", "z_loss_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"{name} must be a finite number of at least 0, got {value}; 0 turns it off"
+                )
+        if not (math.isfinite(self.weight_scale) and self.weight_scale > 0):
+            raise ConfigError(
+                f"weight_scale must be a finite number above 0, got {self.weight_scale}; "
+                "1 leaves the weights as they are"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterConfig:
+        # A value that never changes needs no copy, and a process group has none.
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where the tokens go: experts (T, K), weights (T, K), and the load of each expert (E,)."""
+
+    expert_TK: Tensor
+    """int64, best first; without gradient."""
+    prob_TK: Tensor
+    """float32 (float64 for a float64 input), differentiable."""
+    counts_E: Tensor
+    """int32: rows each expert receives from this rank."""
+    losses: Losses
+
+
+class Router(nn.Module):
+    """Score the experts for each token and choose the best.
+
+    State dict: ``weight`` (E, H) and ``expert_bias`` (E,), the latter float32 whatever dtype
+    the module is cast to: its steps are too small for bfloat16.
+
+    Raises:
+        ConfigError: a number of experts, groups or choices means nothing.
+    """
+
+    expert_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        config: RouterConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = RouterConfig() if config is None else config
+        _check_sizes(hidden_size, num_experts, top_k, self.config)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
+        bias_E = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias_E)
+        # Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
+        self._pending_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as ``torch.nn.Linear`` does, and forget bias and counts."""
+        nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+        self.expert_bias.zero_()
+        self._pending_E.zero_()
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        """Route each row of ``x_TH``.
+
+        Equal scores go to the expert with the lowest number.  Under ``torch.utils.checkpoint``
+        the experts are chosen, and counted, once.
+
+        Raises:
+            ShapeError, DtypeError: ``x_TH`` is not rows of ``hidden_size`` floats.
+        """
+        self._check(x_TH)
+        config = self.config
+        logits_TE = _Logits.apply(x_TH, self.weight)
+        if config.score == "softmax":
+            scores_TE = torch.softmax(logits_TE, dim=1)
+        else:
+            scores_TE = torch.sigmoid(logits_TE)
+        expert_TK, counts_E = remember(lambda: self._choose_and_count(scores_TE.detach()))
+        prob_TK = scores_TE.gather(1, expert_TK)
+        if config.normalize or (config.normalize is None and self.top_k > 1):
+            prob_TK = prob_TK / (prob_TK.sum(1, keepdim=True) + _TINY)
+        if config.weight_scale != 1:
+            prob_TK = prob_TK * config.weight_scale
+        losses = self._losses(logits_TE, scores_TE, counts_E)
+        return Routing(expert_TK, prob_TK, counts_E, losses)
+
+    @torch.no_grad()
+    def update_bias_(self) -> None:
+        """Move each expert's bias one step towards an equal load, and count from zero again.
+
+        The load is what was routed since the last update, over all ranks of the group, in
+        integers; an expert at the mean stays.  Call it once a step, after the step is known to
+        be good: until then nothing has changed but the counts.  Every rank of the group must
+        call it.  Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
+        """
+        counts_E = sum_over_ranks(self._pending_E, self.config.group)
+        # sign(mean - count) without a division.
+        step_E = torch.sign(counts_E.sum() - counts_E * self.num_experts)
+        self.expert_bias += self.config.bias_update_speed * step_E
+        self.forget_counts_()
+
+    def forget_counts_(self) -> None:
+        """Drop what was counted since the last update, as after a step that failed."""
+        self._pending_E.zero_()
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"hidden_size={hidden}, num_experts={experts}, top_k={self.top_k}"
+
+    def _choose_and_count(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        expert_TK = choose_experts(scores_TE, self.expert_bias, self.config, self.top_k)
+        counts_E = _count(expert_TK, self.num_experts)
+        # The forward of a reentrant checkpoint runs without grad, and is training all the same.
+        if self.training and (torch.is_grad_enabled() or in_checkpoint()):
+            self._pending_E += counts_E
+        return expert_TK, counts_E
+
+    def _losses(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> Losses:
+        config = self.config
+        if not (config.aux_loss_weight or config.z_loss_weight):
+            return Losses()
+        counts_E = remember(lambda: sum_over_ranks(counts_E.long(), config.group))
+        balance = z = None
+        if config.aux_loss_weight:
+            share_TE = scores_TE
+            if config.score == "sigmoid":
+                share_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + _TINY)
+            balance = balance_loss(share_TE, counts_E, self.top_k, config.group)
+        if config.z_loss_weight:
+            z = z_loss(logits_TE, counts_E, self.top_k, config.group)
+        return Losses(balance, z)
+
+    def _check(self, x_TH: Tensor) -> None:
+        if x_TH.ndim != 2 or x_TH.shape[1] != self.weight.shape[1]:
+            raise ShapeError(
+                f"the router needs rows (T, {self.weight.shape[1]}), got {tuple(x_TH.shape)}; "
+                "flatten the leading dimensions"
+            )
+        if not x_TH.is_floating_point():
+            raise DtypeError(
+                f"the router needs floating-point rows, got {x_TH.dtype}; convert them first"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Router:
+        """Move or cast the module; the bias moves along but keeps its dtype and its bits."""
+        bias_E, pending_E = self.expert_bias, self._pending_E
+        super()._apply(fn, *args, **kwargs)
+        device = self.expert_bias.device
+        if bias_E.is_meta or device.type == "meta":
+            # Nothing to carry over: to_empty gives memory that nobody has written.
+            self.expert_bias = torch.zeros_like(self.expert_bias, dtype=torch.float32)
+            self._pending_E = torch.zeros_like(pending_E, device=device)
+        else:
+            self.expert_bias = bias_E.to(device)
+            self._pending_E = pending_E.to(device)
+        return self
+
+
+def choose_experts(scores_TE: Tensor, bias_E: Tensor, config: RouterConfig, top_k: int) -> Tensor:
+    """The ``top_k`` experts with the largest biased scores, best first: ``(T, K)`` int64.
+
+    With groups, only experts of the ``top_groups`` best groups are eligible, and a group is
+    as good as its two best experts together.  Among equals the lowest number wins, for
+    groups as for experts.  Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+    """
+    biased_TE = scores_TE + bias_E
+    if config.top_groups < config.num_groups:
+        biased_TNM = biased_TE.unflatten(1, (config.num_groups, -1))
+        best = min(2, biased_TNM.shape[2])
+        group_TN = biased_TNM.topk(best, dim=2).values.sum(2)
+        chosen = _largest(group_TN, config.top_groups)
+        m_TN = torch.zeros_like(group_TN, dtype=torch.bool).scatter(1, chosen, True)
+        biased_TE = biased_TNM.where(m_TN.unsqueeze(2), -math.inf).flatten(1)
+    return _largest(biased_TE, top_k)
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    # topk leaves the order of equals open, a stable sort does not.  The copy lets go of the
+    # indices of all the others.
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+def _count(expert_TK: Tensor, num_experts: int) -> Tensor:
+    # Integers may be added in any order, and nothing is read on the host, unlike bincount.
+    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=expert_TK.device)
+    one_R = torch.ones(expert_TK.numel(), dtype=torch.int32, device=expert_TK.device)
+    return counts_E.scatter_add_(0, expert_TK.flatten(), one_R)
+
+
+class _Logits(torch.autograd.Function):
+    """``x @ weight.T`` in float32 that keeps ``x`` as it came, and not a float32 copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        needs_dx, needs_dweight = ctx.needs_input_grad
+        save_for_backward(ctx, x_TH if needs_dweight else None, weight_EH if needs_dx else None)
+        wide = torch.float64 if x_TH.dtype is torch.float64 else torch.float32
+        # Autocast would turn a float32 matmul into one of its own dtype.
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return x_TH.to(wide) @ weight_EH.to(wide).t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (dlogits_TE,) = grads
+        x_TH, weight_EH = saved_values(ctx)
+        # Autograd rounds each of the two to its input's dtype.
+        with torch.autocast(dlogits_TE.device.type, enabled=False):
+            dx = None if weight_EH is None else dlogits_TE @ weight_EH.to(dlogits_TE.dtype)
+            dweight = None if x_TH is None else dlogits_TE.t() @ x_TH.to(dlogits_TE.dtype)
+        return dx, dweight
+
+
+def _check_sizes(hidden_size: int, num_experts: int, top_k: int, config: RouterConfig) -> None:
+    if hidden_size < 1 or num_experts < 1:
+        raise ConfigError(
+            f"a router needs at least one feature and one expert, got hidden_size={hidden_size} "
+            f"and num_experts={num_experts}; pass the model's width and its number of experts"
+        )
+    if num_experts % config.num_groups:
+        raise ConfigError(
+            f"groups must be equally large, got num_experts={num_experts} in num_groups="
+            f"{config.num_groups}; pass a number of groups that divides the experts"
+        )
+    eligible = num_experts // config.num_groups * config.top_groups
+    if not 1 <= top_k <= eligible:
+        raise ConfigError(
+            f"top_k must be between 1 and the {eligible} experts a token may use, got {top_k}; "
+            "lower top_k, or raise top_groups or num_experts"
+        )
