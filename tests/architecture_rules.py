@@ -227,7 +227,7 @@ def ctx_carries_only_a_plan(module: Module) -> list[str]:
     allowed = {"plan", "needs_input_grad", "set_materialize_grads"}
     complaints = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and _is_name(node.value, "ctx"):
+        if isinstance(node, ast.Attribute) and is_name(node.value, "ctx"):
             if node.attr not in allowed and not node.attr.startswith("mark_"):
                 complaints.append(module.complain(node, f"ctx.{node.attr} is not allowed"))
         elif isinstance(node, ast.Call) and ast.unparse(node).startswith("setattr(ctx"):
@@ -266,7 +266,7 @@ def only_device_reads_the_environment(module: Module) -> list[str]:
     complaints = []
     for node in ast.walk(module.tree):
         used: set[str] = set()
-        if isinstance(node, ast.Attribute) and _is_name(node.value, "os"):
+        if isinstance(node, ast.Attribute) and is_name(node.value, "os"):
             used = {node.attr}
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             used = {alias.name for alias in node.names}
@@ -296,12 +296,12 @@ def nothing_is_left_for_later(module: Module) -> list[str]:
         complaints += [
             module.complain(node, "NotImplementedError; use a class of errors.py")
             for node in ast.walk(module.tree)
-            if _is_name(node, "NotImplementedError")
+            if is_name(node, "NotImplementedError")
         ]
     return complaints
 
 
-def _is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
@@ -349,54 +349,4 @@ def public_names_are_documented(module: Module) -> list[str]:
             ):
                 what = f"{node.name}.{method.name} has no docstring"
                 complaints.append(module.complain(method, what))
-    return complaints
-
-
-# --- the tree as a whole -----------------------------------------------------------------------
-
-
-def exported_names(init: Module) -> list[str]:
-    """The value of ``__all__``."""
-    for node in init.tree.body:
-        if isinstance(node, ast.Assign) and any(_is_name(t, "__all__") for t in node.targets):
-            return list(ast.literal_eval(node.value))
-    return []
-
-
-def documented_names(reference: str) -> list[str]:
-    """The names a reference page explains: the first cell of each row of its tables."""
-    return re.findall(r"^\| `(\w+)` \|", reference, flags=re.MULTILINE)
-
-
-def listed_files(readme: str) -> list[str]:
-    """The package's Python files that the tree in a README lists, one a line."""
-    folders: list[str] = []
-    files = []
-    for line in readme.splitlines():
-        if line.startswith("```"):
-            folders = []
-        if not (found := re.match(r"( *)([\w./-]+)", line)):
-            continue
-        depth, name = len(found.group(1)) // 2, found.group(2)
-        folders = folders[:depth]
-        path = "/".join([*folders, name.rstrip("/")])
-        if name.endswith("/"):
-            folders.append(name.rstrip("/"))
-        elif name.endswith(".py") and path.startswith(f"{PACKAGE}/"):
-            files.append(path)
-    return files
-
-
-def missing_tests(sources: list[Module], tests: set[str], elsewhere: dict[str, str]) -> list[str]:
-    """Sources ``a/b.py`` without a ``test_a_b*.py`` or ``test_b*.py`` or one named elsewhere."""
-    complaints = []
-    for module in sources:
-        parts = module.path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[-1] in ("__init__", "__main__"):
-            continue
-        names = {"_".join(parts), "_".join(p for p in parts if p != "reference"), parts[-1]}
-        wanted = re.compile(rf"test_({'|'.join(sorted(names))})(_\w+)?")
-        if elsewhere.get("/".join(parts)) in tests or any(map(wanted.fullmatch, tests)):
-            continue
-        complaints.append(f"{module.path}:1: has no test file")
     return complaints

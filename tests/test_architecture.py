@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 import pytest
 
 import architecture_rules as rules
+import architecture_tree as tree
 from architecture_rules import PACKAGE, ROOT, Module
 
 Rule = Callable[[Module], list[str]]
@@ -51,12 +52,12 @@ def test_every_source_file_keeps_the_rule(rule: Rule) -> None:
 
 def test_every_source_file_has_its_test_file() -> None:
     tests = {module.path.stem for module in rules.modules("tests")}
-    complaints = rules.missing_tests(SOURCES, tests, TESTED_ELSEWHERE)
+    complaints = tree.missing_tests(SOURCES, tests, TESTED_ELSEWHERE)
     assert not complaints, "\n".join(complaints)
 
 
 def test_the_readme_lists_every_source_file() -> None:
-    listed = rules.listed_files((ROOT / "README.md").read_text())
+    listed = tree.listed_files((ROOT / "README.md").read_text())
     sources = [str(module.path) for module in SOURCES if module.path.name != "__init__.py"]
     assert sorted(path for path in listed if not path.endswith("/__init__.py")) == sorted(sources)
 
@@ -64,7 +65,7 @@ def test_the_readme_lists_every_source_file() -> None:
 def test_the_public_names_are_those_the_reference_explains() -> None:
     init = next(module for module in SOURCES if not module.layer)
     reference = (ROOT / "docs" / "reference.md").read_text()
-    assert sorted(rules.documented_names(reference)) == sorted(rules.exported_names(init))
+    assert sorted(tree.documented_names(reference)) == sorted(tree.exported_names(init))
 
 
 def test_the_package_file_only_names_what_is_public() -> None:
@@ -77,7 +78,7 @@ def test_the_package_file_only_names_what_is_public() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    exported = rules.exported_names(init)
+    exported = tree.exported_names(init)
     assert all(isinstance(node, ast.ImportFrom | ast.Assign) for node in body)
     assert sorted(imported) == sorted(exported)
 
@@ -190,17 +191,17 @@ def test_every_rule_is_seen_failing() -> None:
 
 def test_a_missing_test_file_is_noticed() -> None:
     sources = [snippet(name, "") for name in ("nn/linear", "kernels/reference/cast", "saving")]
-    assert rules.missing_tests(sources, {"test_nn_linear", "test_kernels_cast"}, {}) == [
+    assert tree.missing_tests(sources, {"test_nn_linear", "test_kernels_cast"}, {}) == [
         "src/backstash/saving.py:1: has no test file"
     ]
-    assert rules.missing_tests(sources[2:], {"test_saving_threads"}, {}) == []
-    assert rules.missing_tests(sources[2:], {"test_kept"}, {"saving": "test_kept"}) == []
-    assert rules.missing_tests(sources[2:], {"test_savings"}, {}) != []
+    assert tree.missing_tests(sources[2:], {"test_saving_threads"}, {}) == []
+    assert tree.missing_tests(sources[2:], {"test_kept"}, {"saving": "test_kept"}) == []
+    assert tree.missing_tests(sources[2:], {"test_savings"}, {}) != []
 
 
 def test_the_readme_tree_is_read_by_its_indentation() -> None:
     text = "```\nsrc/backstash/\n  a.py  one\n  nn/\n    b.py  two\n  c.py\ntests/\n  d.py\n```\n"
-    assert rules.listed_files(text) == [
+    assert tree.listed_files(text) == [
         "src/backstash/a.py",
         "src/backstash/nn/b.py",
         "src/backstash/c.py",
@@ -208,9 +209,9 @@ def test_the_readme_tree_is_read_by_its_indentation() -> None:
 
 
 def test_documented_names_are_the_first_cells_of_the_reference_tables() -> None:
-    assert rules.documented_names("| `Linear` | a layer |\n| name | x |\n`Other`\n") == ["Linear"]
+    assert tree.documented_names("| `Linear` | a layer |\n| name | x |\n`Other`\n") == ["Linear"]
 
 
 def test_exported_names_are_read_without_importing() -> None:
     init = Module(PurePosixPath("src/backstash/__init__.py"), "__all__ = ['a', 'b']")
-    assert rules.exported_names(init) == ["a", "b"]
+    assert tree.exported_names(init) == ["a", "b"]
