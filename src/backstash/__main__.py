@@ -1,0 +1,5 @@
+"""``python -m backstash``."""
+
+from backstash.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""What a run will need, from formulas alone: nothing is allocated and nothing is run.
+
+Bytes kept for backward are the sum, over the layers, of what each module says that it keeps.
+It is the list in the header of ``model.py`` with the small things added: the statistics of
+normalizations, the routing, and the loss's log-probabilities.  ``Meter`` around a real
+forward pass counts the same.
+
+Letters: T tokens of one forward pass, H width, L layers, N and M query and key heads, D head
+width, E experts, K experts a token, I inner width of an expert, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from backstash.formats import Format, Usage
+
+from .config import ModelConfig, TrainConfig
+from .metrics import mebibytes
+
+_INT64, _INT32, _FLOAT32, _FLAG = 8, 4, 4, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Numbers of parameters and bytes of one run.
+
+    Attributes:
+        parameters: all weights; ``active_parameters`` are those that one token meets.
+        weight_bytes: the weights in the compute dtype.
+        gradient_bytes: gradients at their most, at the end of backward.
+        optimizer_bytes: Adam's two means and, for low-precision weights, float32 masters.
+        saved_bytes: kept for backward by one forward pass.
+        layer_bytes: of these, one layer's; recomputation needs them once, on top.
+    """
+
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    layer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that are there at once at the beginning of backward."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+
+
+def estimate(config: TrainConfig) -> Estimate:
+    """Return what ``config`` needs."""
+    parameters = count_parameters(config.model, experts=config.model.experts)
+    itemsize = getattr(torch, config.dtype).itemsize
+    has_masters = itemsize < _FLOAT32
+    layer = layer_saved_bytes(config)
+    kept = layer if config.recompute == "none" else layer_input_bytes(config)
+    return Estimate(
+        parameters=parameters,
+        active_parameters=count_parameters(config.model, experts=config.model.top_k),
+        weight_bytes=parameters * itemsize,
+        gradient_bytes=parameters * (itemsize + _FLOAT32 if has_masters else _FLOAT32),
+        optimizer_bytes=parameters * _FLOAT32 * (3 if has_masters else 2),
+        saved_bytes=config.model.layers * kept + ends_saved_bytes(config),
+        layer_bytes=layer,
+    )
+
+
+def count_parameters(model: ModelConfig, *, experts: int) -> int:
+    """Return the parameters of a model of which a token sees ``experts`` experts."""
+    hidden, queries = model.hidden, model.heads * model.head_width
+    keys = model.kv_heads * model.head_width
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    # A gated expert has three matrices: gate, up, and down.
+    mixture = model.experts * hidden + 3 * hidden * (
+        experts * model.expert_width + model.shared_width
+    )
+    norms = 2 * hidden
+    return model.layers * (attention + mixture + norms) + 2 * model.vocabulary * hidden + hidden
+
+
+def layer_saved_bytes(config: TrainConfig) -> int:
+    """Return the bytes that one layer keeps."""
+    return _attention_bytes(config) + _mixture_bytes(config) + _shared_bytes(config)
+
+
+def layer_input_bytes(config: TrainConfig) -> int:
+    """Return the bytes that one layer keeps when it will be computed again."""
+    return _tokens(config) * config.model.hidden * _itemsize(config)
+
+
+def ends_saved_bytes(config: TrainConfig) -> int:
+    """Return what is kept outside the layers: tokens, head, loss, and the rotary table."""
+    tokens, model = _tokens(config), config.model
+    # Inputs and targets share the drawn windows; the loss keeps the targets in a row.
+    ids = (config.batch * (model.context + 1) + tokens) * _INT64
+    table = 2 * model.context * model.head_width * _itemsize(config)
+    head = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
+    loss = tokens * model.vocabulary * _FLOAT32 + _FLOAT32
+    return ids + table + head + loss
+
+
+def _attention_bytes(config: TrainConfig) -> int:
+    tokens, model = _tokens(config), config.model
+    stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
+    features = model.heads * model.head_width
+    # Queries and output, keys and values, and a log-sum-exp for each head and token.
+    width = 2 * features + 2 * model.kv_heads * model.head_width
+    attention = tokens * (width * _itemsize(config) + model.heads * _FLOAT32)
+    # A learnt scale is used once, so the matmul after attention keeps columns of its own.
+    own = _columns(config, tokens, features) if config.formats.input.stateful else 0
+    return stream + attention + own
+
+
+def _mixture_bytes(config: TrainConfig) -> int:
+    tokens, model = _tokens(config), config.model
+    rows, width = tokens * model.top_k, model.expert_width
+    stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
+    normalized = tokens * model.hidden * _itemsize(config)
+    scores = tokens * (model.experts + (1 if model.top_k > 1 else 0)) * _FLOAT32
+    # Choice, slot and source of each row; its weight before and after normalization.
+    weights = 2 if model.top_k > 1 else 1
+    routing = rows * (3 * _INT64 + weights * _FLOAT32)
+    hidden = _preactivation(config, rows, 2 * width, model.experts)
+    return stream + normalized + scores + routing + hidden + _marks(model.experts)
+
+
+def _shared_bytes(config: TrainConfig) -> int:
+    tokens, model = _tokens(config), config.model
+    if not model.shared_width:
+        return 0
+    kept = _preactivation(config, tokens, 2 * model.shared_width, 1) + _marks(1)
+    # In high precision its input is the experts' input, which is kept already.
+    if config.recipe != "high_precision":
+        kept += _columns(config, tokens, model.hidden, 1) + _FLAG
+    return kept
+
+
+def _preactivation(config: TrainConfig, rows: int, columns: int, groups: int) -> int:
+    return _bytes(config.formats.preactivation, config, (rows, columns), Usage.ROWWISE, groups)
+
+
+def _columns(config: TrainConfig, rows: int, columns: int, groups: int | None = None) -> int:
+    return _bytes(config.formats.input, config, (rows, columns), Usage.COLUMNWISE, groups)
+
+
+def _bytes(
+    format: Format, config: TrainConfig, shape: tuple[int, int], usage: Usage, groups: int | None
+) -> int:
+    return format.saved_bytes(*shape, getattr(torch, config.dtype), usage, groups)
+
+
+def _marks(groups: int) -> int:
+    """Ends of the groups, and a flag that says whether their rows fitted."""
+    return groups * _INT32 + _FLAG
+
+
+def _tokens(config: TrainConfig) -> int:
+    return config.batch * config.model.context
+
+
+def _itemsize(config: TrainConfig) -> int:
+    return getattr(torch, config.dtype).itemsize
+
+
+def table(numbers: Estimate) -> list[tuple[str, str]]:
+    """Return an estimate as rows of a name and a value, for people."""
+    return [
+        ("parameters", f"{numbers.parameters:,}"),
+        ("parameters that a token meets", f"{numbers.active_parameters:,}"),
+        ("weights", mebibytes(numbers.weight_bytes)),
+        ("gradients", mebibytes(numbers.gradient_bytes)),
+        ("optimizer", mebibytes(numbers.optimizer_bytes)),
+        (
+            "saved for backward",
+            f"{mebibytes(numbers.saved_bytes)}  ({numbers.saved_bytes:,} bytes)",
+        ),
+        ("  of which one layer", mebibytes(numbers.layer_bytes)),
+        ("together, when backward begins", mebibytes(numbers.total_bytes)),
+    ]
