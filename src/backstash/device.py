@@ -4,9 +4,9 @@ This file is the only reader of the environment: everything else is told, as an 
 what it needs to know.  The answers cannot change while a process lives, so each question is
 asked the first time somebody needs it and remembered.
 
-A *matrix unit* is hardware that multiplies a low-precision format directly.  Where a device
-has none for a format, the values are the same (quantize, then multiply in high precision)
-and only the speed differs; :func:`describe` says so in words.
+A *matrix unit* is hardware that multiplies a low-precision format directly.  Where none is
+used, the values are the same (quantize, then multiply in high precision) and only the speed
+differs; :func:`describe` says so in words.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def default_device() -> torch.device:
 def matrix_units(device: torch.device) -> frozenset[str]:
     """Return the names of the formats that ``device`` multiplies directly.
 
-    The names are the keys of :data:`FIRST_CAPABILITY`.  A CPU has none: there every format
-    is dequantized before it is multiplied.
+    The names are the keys of :data:`FIRST_CAPABILITY`.  A CPU has none.
     """
     if device.type != "cuda":
         return frozenset()
@@ -113,26 +112,22 @@ def has_triton() -> bool:
 
 
 def describe() -> str:
-    """Describe the machine in a few lines: versions, device, and how each format runs on it."""
+    """Describe the machine in a few lines: versions, device, and how formats run on it."""
     device = default_device()
-    lines = [
-        f"python   {platform.python_version()}",
-        f"torch    {torch.__version__}",
-        f"device   {device_name(device)}",
-        f"triton   {'yes' if has_triton() else 'no: the PyTorch kernels are used'}",
-    ]
     launch = launch_environment()
-    if launch.world_size > 1:
-        lines.append(f"launch   rank {launch.rank} of {launch.world_size}")
-    units = matrix_units(device)
-    for name in FIRST_CAPABILITY:
-        how = (
-            "multiplied by matrix units"
-            if name in units
-            else "same values, multiplied in high precision (no matrix unit for it here)"
-        )
-        lines.append(f"{name:<8} {how}")
-    return "\n".join(lines)
+    units = ", ".join(sorted(matrix_units(device))) or "none for a low-precision format"
+    lines = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "launch": f"rank {launch.rank} of {launch.world_size}",
+        "triton": "usable" if has_triton() else "not usable here",
+        "units": units,
+        "kernels": "PyTorch",
+        "formats": "quantized, dequantized, then multiplied in the layer's dtype: the values of "
+        "each format, without the speed of a matrix unit",
+    }
+    return "\n".join(f"{name:<8} {what}" for name, what in lines.items())
 
 
 @functools.cache
