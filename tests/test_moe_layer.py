@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstash import kernels
-from backstash.errors import ConfigError, ShapeError
+from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.formats import MXFP8
 from backstash.moe import MoE, RouterConfig
 from backstash.moe import router as router_file
 from backstash.recipes import autocast, recipe
 from backstash.saving import Meter, saving
+from host_reads import no_host_reads
 
 H, I, E, K = 16, 12, 6, 2  # noqa: E741
 RECIPES = ["high_precision", "mxfp8"]
@@ -268,14 +269,11 @@ def test_on_a_gpu_nothing_is_read_on_the_host_and_gradients_are_those_of_the_cpu
     results = []
     for device in ("cpu", "cuda"):
         twin = copy.deepcopy(layer).to(device)
-        leaf = x.to(device).requires_grad_()
-        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
-        try:
+        leaf = x.to(device, copy=True).requires_grad_()
+        with no_host_reads(device):
             y = twin(leaf)
             y.sum().backward()
             twin.router.update_bias_()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         grads = [leaf.grad, *(p.grad for p in twin.parameters())]
         values = [y.detach(), twin.router.expert_bias, *grads]
         results.append([value.cpu() for value in values if value is not None])
@@ -285,13 +283,47 @@ def test_on_a_gpu_nothing_is_read_on_the_host_and_gradients_are_those_of_the_cpu
         torch.testing.assert_close(got, wanted, atol=atol, rtol=16 * torch.finfo(dtype).eps)
 
 
-def test_what_means_nothing_is_refused_with_a_remedy():
-    layer = make()
-    with pytest.raises(ShapeError, match="reshape"):
-        layer(torch.zeros(3, H + 1, dtype=torch.float64))
-    with pytest.raises(ShapeError, match="reshape"):
-        layer(torch.tensor(1.0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inside_torch_autocast_the_experts_run_in_its_dtype_and_the_routing_does_not(dtype):
+    layer = make(dtype=torch.float32, shared_ffn_hidden_size=10)
+    x = torch.randn(63, H).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    wanted = layer(x.float())
+    assert y.dtype is torch.bfloat16
+    assert layer.last_load is not None
+    assert layer.last_load.sum() == 63 * K
+    assert (y - wanted).norm() <= 8 * torch.finfo(torch.bfloat16).eps * wanted.norm()
+    y.float().square().sum().backward()
+    assert layer.router.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "remedy"),
+    [
+        (torch.zeros(3, H + 1, dtype=torch.float64), ShapeError, "reshape"),
+        (torch.tensor(1.0), ShapeError, "reshape"),
+        (torch.zeros(3, H), DtypeError, "cast one"),
+        (torch.zeros(3, H, dtype=torch.int64), DtypeError, "convert"),
+    ],
+    ids=["other-H", "no-dimension", "other-dtype", "integers"],
+)
+def test_an_input_that_does_not_fit_is_refused_and_counted_nowhere(x, error, remedy):
+    layer = make(RouterConfig(bias_update_speed=1.0))
+    before = layer.router.expert_bias.clone()
+    with pytest.raises(error, match=remedy):
+        layer(x)
+    layer.router.update_bias_()
+    assert torch.equal(layer.router.expert_bias, before)
+    assert layer.last_load is None
+
+
+def test_sizes_that_mean_nothing_are_refused_with_a_remedy():
     with pytest.raises(ConfigError, match="between 1 and"):
         MoE(H, I, E, E + 1)
     with pytest.raises(ConfigError, match=next(iter(kernels.ACTIVATIONS))):
         MoE(H, I, E, K, activation="swish")
+    with pytest.raises(ConfigError, match="shared_ffn_hidden_size"):
+        MoE(H, I, E, K, shared_ffn_hidden_size=-1)
+    with pytest.raises(ConfigError, match="ffn_hidden_size"):
+        MoE(H, 0, E, K)

@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from backstash.errors import ShapeError
+from backstash.errors import ConfigError
 from backstash.moe.dispatch import Dispatcher, Local
 from backstash.moe.losses import Losses, attach_loss
 from backstash.moe.router import Router, RouterConfig, Routing
@@ -57,6 +57,11 @@ class MoE(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        if ffn_hidden_size < 1 or shared_ffn_hidden_size < 0:
+            raise ConfigError(
+                f"MoE needs experts of at least one column, got ffn_hidden_size={ffn_hidden_size} "
+                f"and shared_ffn_hidden_size={shared_ffn_hidden_size}; 0 for no shared expert"
+            )
         self.hidden_size = hidden_size
         self.dispatcher = Local() if dispatcher is None else dispatcher
         self.router = Router(
@@ -92,13 +97,10 @@ class MoE(nn.Module):
         Any number of tokens works, none included, and so does any split over the experts.
 
         Raises:
-            ShapeError: the last dimension of ``x`` is not ``hidden_size``.
+            ShapeError, DtypeError, DeviceError: ``x`` does not fit the experts' weights.
         """
-        if x.ndim == 0 or x.shape[-1] != self.hidden_size:
-            raise ShapeError(
-                f"MoE needs {self.hidden_size} features in the last dimension, got "
-                f"{tuple(x.shape)}; check the layer before, or reshape"
-            )
+        # Before the router counts: a call that is refused must change nothing.
+        self.experts.compute_dtype(x, self.hidden_size, self.experts.fc1_weight)
         x_TH = x.reshape(x.numel() // self.hidden_size, self.hidden_size)
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
