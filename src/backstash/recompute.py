@@ -35,6 +35,8 @@ class Run(enum.Enum):
     """Whether a region runs for the first time or again."""
 
     FORWARD = "forward"
+    #: Without grad, though backward will come to it: the first run of a reentrant region.
+    BLIND_FORWARD = "forward without grad"
     RECOMPUTE = "recompute"
 
 
@@ -44,10 +46,9 @@ class _Region:
     def __init__(self) -> None:
         self.values: list[Any] = []
         # Each backward runs the region from its start, so it has a place of its own to read from.
-        self._next: dict[int, int] = {}
+        self._next: dict[Any, int] = {}
 
-    def recall(self) -> Any:
-        backward = torch._C._current_graph_task_id()
+    def recall(self, backward: Any) -> Any:
         index = self._next.get(backward, 0)
         if index >= len(self.values):
             raise BackstashError(
@@ -74,9 +75,9 @@ def remember(compute: Callable[[], T]) -> T:
     if torch.compiler.is_compiling() or not _may_be_checkpointed():
         return compute()
     forwards: list[_Region] = []
-    for region, run in _regions():
+    for region, run, backward in _regions():
         if run is Run.RECOMPUTE:
-            value = region.recall()
+            value = region.recall(backward)
             break
         forwards.append(region)
     else:
@@ -88,12 +89,21 @@ def remember(compute: Callable[[], T]) -> T:
 
 def is_recomputing() -> bool:
     """Is this the second run of a checkpointed region?"""
-    return next((run for _, run in _regions() if run is Run.RECOMPUTE), None) is not None
+    return any(run is Run.RECOMPUTE for _, run, _ in _regions())
 
 
 def in_checkpoint() -> bool:
-    """Does this run inside a checkpointed region, for the first time or again?"""
-    return next(_regions(), None) is not None
+    """Is grad off only because this is the first run of a checkpointed region?
+
+    A reentrant region runs its forward without grad, and backward comes to it all the same;
+    under ``no_grad`` it does not, and nobody should learn from it.
+    """
+    return any(run is Run.BLIND_FORWARD for _, run, _ in _regions())
+
+
+def top_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost pair of saved-tensor hooks in force, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
 
 
 def _may_be_checkpointed() -> bool:
@@ -105,46 +115,51 @@ def _may_be_checkpointed() -> bool:
     return (
         not torch.is_grad_enabled()
         or torch._C._current_graph_task_id() != -1
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or top_hooks() is not None
     )
 
 
-def _regions() -> Iterator[tuple[_Region, Run]]:
-    """The regions that this call is in, innermost first."""
+def _regions() -> Iterator[tuple[_Region, Run, Any]]:
+    """The regions that this call is in, innermost first, and for which backward they run again."""
     if not _may_be_checkpointed():
         return
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         find = _FINDERS.get(frame.f_code)
         if find is not None:
-            owner, run = find(frame)
+            owner, run, backward = find(frame)
             if owner is not None:
                 with _lock:
                     region = _REGIONS.setdefault(owner, _Region())
-                yield region, run
+                yield region, run, backward
         frame = frame.f_back
 
 
-def _reentrant_forward(frame: types.FrameType) -> tuple[Any, Run]:
-    return frame.f_locals["ctx"], Run.FORWARD
+_Found = tuple[Any, Run, Any]
 
 
-def _reentrant_backward(frame: types.FrameType) -> tuple[Any, Run]:
-    return frame.f_locals["ctx"], Run.RECOMPUTE
+def _reentrant_forward(frame: types.FrameType) -> _Found:
+    ctx = frame.f_locals["ctx"]
+    return ctx, Run.BLIND_FORWARD if ctx.next_functions else Run.FORWARD, None
 
 
-def _without_reentry_forward(frame: types.FrameType) -> tuple[Any, Run]:
+def _reentrant_backward(frame: types.FrameType) -> _Found:
+    return frame.f_locals["ctx"], Run.RECOMPUTE, torch._C._current_graph_task_id()
+
+
+def _without_reentry_forward(frame: types.FrameType) -> _Found:
     generator = frame.f_locals.get("gen")
     if generator is None or generator.gi_frame is None:
-        return None, Run.FORWARD
-    return generator.gi_frame.f_locals["new_frame"], Run.FORWARD
+        return None, Run.FORWARD, None
+    return generator.gi_frame.f_locals["new_frame"], Run.FORWARD, None
 
 
-def _without_reentry_recompute(frame: types.FrameType) -> tuple[Any, Run]:
-    return frame.f_locals["frame"], Run.RECOMPUTE
+def _without_reentry_recompute(frame: types.FrameType) -> _Found:
+    # Torch's own name for the backward: it makes one up where a tensor is unpacked outside of any.
+    return frame.f_locals["frame"], Run.RECOMPUTE, frame.f_locals["gid"]
 
 
-def _find_finders() -> dict[types.CodeType, Callable[[types.FrameType], tuple[Any, Run]]]:
+def _find_finders() -> dict[types.CodeType, Callable[[types.FrameType], _Found]]:
     """The code objects of torch's checkpoint, and where each keeps the region's object."""
     function = torch_checkpoint.CheckpointFunction
     hooks = torch_checkpoint._checkpoint_hook.__init__.__code__
@@ -154,6 +169,7 @@ def _find_finders() -> dict[types.CodeType, Callable[[types.FrameType], tuple[An
     if (
         unpack is None
         or "frame" not in unpack.co_freevars
+        or "gid" not in unpack.co_varnames
         or "gen" not in forward.co_varnames
         or "new_frame" not in generator.co_varnames + generator.co_cellvars
     ):

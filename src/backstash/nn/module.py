@@ -17,11 +17,20 @@ from torch import Tensor, nn
 from backstash.errors import RecipeError
 from backstash.formats import FLOAT8_CURRENT, Float8Delayed, Format, HighPrecisionFormat, Usage
 from backstash.nn.call import Call
-from backstash.recipes import DelayedScaling, Operand, Phase, Role, in_force, weight_recipe
+from backstash.recipes import (
+    DelayedScaling,
+    Gradient,
+    Operand,
+    Phase,
+    Role,
+    in_force,
+    weight_recipe,
+)
 from backstash.recompute import in_checkpoint, is_recomputing, remember
 from backstash.tensors import QuantizedTensor, equal_groups
 
 _SCALING = "delayed_scaling."
+_PARTS = ("history", "scale")
 # The matmul whose format decides how the scale of an operand is learnt.
 _LEARNT_IN = {
     Operand.INPUT: Phase.FORWARD,
@@ -64,33 +73,38 @@ class QuantizedModule(nn.Module):
         force = in_force()
         name = ".".join(part for part in (self.name, linear) if part)
         call = Call(force.recipe, type(self).__name__, name)
-        stateful = {
-            operand: format
-            for operand, phase in _LEARNT_IN.items()
-            if isinstance(format := call.format(operand, phase), Float8Delayed)
-        }
-        if not stateful:
-            return call
-        scalings = {op: self._scaling(linear, op, format) for op, format in stateful.items()}
-        scales = {op: scalings[op].scale_G for op in scalings if op is not Operand.GRADIENT}
-        learns = force.step is not None and (torch.is_grad_enabled() or in_checkpoint())
-        step = force.step if learns else None
-        if step is not None and Operand.GRADIENT in scalings:
-            step.expect_backward()
+        formats = {op: call.format(op, phase) for op, phase in _LEARNT_IN.items()}
+        learnt = {op: f for op, f in formats.items() if isinstance(f, Float8Delayed)}
+        return self._learning(call, linear, learnt) if learnt else call
+
+    def _learning(
+        self, call: Call, linear: str, formats: Mapping[Operand, Float8Delayed]
+    ) -> Call:
+        """The call, with the scales that these operands have learnt and will learn."""
+        scalings = {op: self._scaling(linear, op, format) for op, format in formats.items()}
+        of_gradient = scalings.pop(Operand.GRADIENT, None)
+        step = in_force().step if torch.is_grad_enabled() or in_checkpoint() else None
+        gradient = None
+        if of_gradient is not None:
+            gradient = step.expect_backward(of_gradient) if step else Gradient(None, of_gradient)
+        scales = {operand: scaling.scale_G for operand, scaling in scalings.items()}
         return dataclasses.replace(
-            call, scalings=scalings, scales=scales, step=step, gradient_step=step
+            call, scalings=scalings, scales=scales, step=step, gradient=gradient
         )
 
     def _scaling(self, linear: str, operand: Operand, format: Float8Delayed) -> DelayedScaling:
         key = f"{linear}.{operand.value}" if linear else operand.value
         device = next(self.parameters()).device
         scaling = self._scalings.get(key)
-        if scaling is None or scaling.format != format:
-            scaling = self._scalings[key] = DelayedScaling(format, self.num_groups, device)
-            history = self._loaded_scalings.pop(f"{key}.history", None)
-            scale = self._loaded_scalings.pop(f"{key}.scale", None)
-            if history is not None and scale is not None:
-                scaling.load(history, scale)
+        if scaling is None:
+            scaling = DelayedScaling(format, self.num_groups, device)
+            loaded = [self._loaded_scalings.get(f"{key}.{part}") for part in _PARTS]
+            if loaded[0] is not None and loaded[1] is not None:
+                scaling.load(loaded[0], loaded[1])
+            self._scalings[key] = scaling
+            for part in _PARTS:
+                self._loaded_scalings.pop(f"{key}.{part}", None)
+        scaling.follow(format)
         scaling.to(device)
         return scaling
 
@@ -112,13 +126,14 @@ class QuantizedModule(nn.Module):
         format = _storage_format(recipe.format(role))
         return nn.Parameter(plain if format is None else _empty_weight(format, plain))
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._save_to_state_dict(destination, prefix, *rest)
+        start = prefix + _SCALING
+        # What was loaded is not used before the first call, and must not be lost until then.
+        destination.update((start + key, tensor) for key, tensor in self._loaded_scalings.items())
         for key, scaling in self._scalings.items():
-            destination[f"{prefix}{_SCALING}{key}.scale"] = scaling.scale_G
-            destination[f"{prefix}{_SCALING}{key}.history"] = scaling.history_LG
+            for part, tensor in zip(_PARTS, scaling.settled(), strict=True):
+                destination[f"{start}{key}.{part}"] = tensor
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any

@@ -91,10 +91,7 @@ class Recipe:
         for operand in Operand:
             _check_format(getattr(self, operand.value), f"{self.name}.{operand.value}")
         if self.preactivation.stateful:
-            raise RecipeError(
-                "preactivation cannot be kept with delayed scaling, which learns its scale from "
-                "what a matmul reads; use FLOAT8_CURRENT or MXFP8"
-            )
+            raise RecipeError(_NOT_LEARNT)
         patterns = self.keep_high_precision
         if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
             raise RecipeError(
@@ -113,7 +110,26 @@ class Recipe:
             return HIGH_PRECISION
         if self.choose is None:
             return getattr(self, role.operand.value)
-        return _check_format(self.choose(role), f"the function of recipe {self.name} for {role}")
+        return self._chosen(self.choose, role)
+
+    def _chosen(self, choose: Callable[[Role], Format], role: Role) -> Format:
+        format = _check_format(choose(role), f"the function of recipe {self.name} for {role}")
+        if not format.stateful or role.operand is Operand.GRADIENT:
+            return format
+        if role.operand is Operand.PREACTIVATION:
+            raise RecipeError(_NOT_LEARNT)
+        if any(choose(dataclasses.replace(role, phase=phase)) != format for phase in Phase):
+            raise RecipeError(
+                f"delayed scaling learns one scale for an operand, so the function of recipe "
+                f"{self.name} must give {role} the same format in both phases"
+            )
+        return format
+
+
+_NOT_LEARNT = (
+    "preactivation cannot be kept with delayed scaling, which learns its scale from what a "
+    "matmul reads; use FLOAT8_CURRENT or MXFP8"
+)
 
 
 def _check_format(format: Any, where: str) -> Format:
@@ -132,7 +148,7 @@ def _float8_current(*, power_of_two: bool = False, epsilon: float = 0.0, **commo
     """``scale = largest / amax(x)``; ``q = cast(x * scale)``; ``x' = q / scale``."""
     forward = dataclasses.replace(FLOAT8_CURRENT, power_of_two=power_of_two, epsilon=epsilon)
     backward = dataclasses.replace(forward, code=Code.E5M2)
-    formats = {"input": forward, "weight": forward, "gradient": backward}
+    formats: dict[str, Any] = {"input": forward, "weight": forward, "gradient": backward}
     return Recipe(name="float8_current", **(formats | common))
 
 
@@ -144,13 +160,14 @@ def _float8_delayed(
         FLOAT8_DELAYED, history=history, margin=margin, most_recent=most_recent
     )
     backward = dataclasses.replace(forward, code=Code.E5M2)
-    formats = {"input": forward, "weight": forward, "gradient": backward}
+    formats: dict[str, Any] = {"input": forward, "weight": forward, "gradient": backward}
     return Recipe(name="float8_delayed", **(formats | common))
 
 
 def _mxfp8(**common: Any) -> Recipe:
     """``e = ceil(log2(amax(block) / 448))``; ``q = cast(x / 2^e)``; ``x' = q * 2^e``."""
-    return Recipe(name="mxfp8", **({"input": MXFP8, "weight": MXFP8, "gradient": MXFP8} | common))
+    formats: dict[str, Any] = {"input": MXFP8, "weight": MXFP8, "gradient": MXFP8}
+    return Recipe(name="mxfp8", **(formats | common))
 
 
 _BY_NAME: dict[str, Callable[..., Recipe]] = {

@@ -21,15 +21,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
+from backstash.recompute import top_hooks
 from backstash.saving.marks import valid_rows
-
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Handler(Protocol):
@@ -87,7 +84,6 @@ class _Frame:
         self.handlers = handlers
         self.outer = outer
         self.active = True
-        self.thread = threading.get_ident()
 
     def pack(self, tensor: Tensor) -> Any:
         if self.active and not _is_weight(tensor):
@@ -124,35 +120,47 @@ class saving:
                     f"{handler!r}; give an object such as Meter()"
                 )
         self.handlers = handlers
-        self._frames: list[_Frame] = []
+        # Torch's stack of hooks belongs to a thread, and so do the entries.
+        self._frames: dict[int, list[_Frame]] = {}
 
     def __enter__(self) -> saving:
-        _pop_finished()
         frame = _Frame(self.handlers, _top_hooks(True))
-        saved_tensors_hooks(frame.pack, frame.unpack).__enter__()
-        self._frames.append(frame)
+        _push_hooks(frame.pack, frame.unpack)
+        self._frames.setdefault(threading.get_ident(), []).append(frame)
         return self
 
     def __exit__(self, *exception: object) -> None:
         here = threading.get_ident()
-        for frame in reversed(self._frames):
-            if frame.thread == here and frame.active:
-                frame.active = False
-                self._frames.remove(frame)
-                break
-        _pop_finished()
+        frames = self._frames.get(here)
+        if not frames:
+            raise ConfigError(
+                "saving was left in a thread where it had not been entered; hooks belong to a "
+                "thread, so enter and leave it in the same one"
+            )
+        frame = frames.pop()
+        if not frames:
+            del self._frames[here]
+        # Contexts inside this one may go on, and pass outwards what they decline.
+        frame.active = False
+        _take_off(frame)
 
 
-def _pop_finished() -> None:
-    """Take contexts that were left off torch's stack, as far as they lie on top of it.
+def _take_off(frame: _Frame) -> None:
+    """Take one pair of hooks off torch's stack: the frame's, wherever it lies.
 
-    One that was left while others lay above it stays there, passing everything outwards.
+    Torch's own contexts take off what is on top when they are left, whoever put it there.
+    Where one took ours before its time, its own pair is still there, on top, and goes now.
     """
+    above = []
     while (top := _top_hooks(True)) is not None:
-        frame = getattr(top[0], "__self__", None)
-        if not isinstance(frame, _Frame) or frame.active:
-            return
-        saved_tensors_hooks(frame.pack, frame.unpack).__exit__()
+        _pop_hooks()
+        if getattr(top[0], "__self__", None) is frame:
+            break
+        above.append(top)
+    else:
+        del above[:1]
+    for pack, unpack in reversed(above):
+        _push_hooks(pack, unpack)
 
 
 def _is_weight(tensor: Tensor) -> bool:

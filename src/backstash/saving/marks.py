@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import DeviceError, DtypeError, LayoutError
+from backstash.recompute import top_hooks
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 
@@ -73,7 +73,7 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
 
 def mark_rows(value: GroupedTensor) -> None:
     """Mark the buffers of a grouped tensor, if hooks are there to be told."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if top_hooks() is not None:
         _mark_buffers(value)
 
 
@@ -108,7 +108,7 @@ def _mark(buffer: Tensor, rows: Tensor) -> None:
         )
     storage = StorageWeakRef(buffer.untyped_storage())
     item = buffer.itemsize
-    offset, stride = buffer.storage_offset() * item, buffer.stride(0) * item
+    offset, stride = int(buffer.storage_offset()) * item, buffer.stride(0) * item
     mark = _Mark(storage, offset, stride, len(buffer), rows.detach().reshape(1))
     with _marks_lock:
         for key in [key for key, old in _MARKS.items() if old.storage.expired()]:

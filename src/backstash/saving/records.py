@@ -27,6 +27,7 @@ The hooks themselves are in :mod:`backstash.saving.hooks`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -35,110 +36,59 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backstash.errors import CompileError, DtypeError, ModifiedError, NothingSavedError, ShapeError
+from backstash.errors import CompileError, DtypeError, NothingSavedError, ShapeError
+from backstash.recompute import top_hooks
 from backstash.saving.marks import mark_rows
+from backstash.saving.slots import (
+    Again,
+    AsGiven,
+    Bytes,
+    Grouped,
+    OneByOne,
+    Records,
+    Reference,
+    WithParameters,
+    Wrapper,
+)
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 _MARKER = "is_distributed_weight"
-_PLAIN_TYPES = frozenset((Tensor, type(None)))
+_SHORT = 16
 # Keyed by the object, weakly: an attribute on the tensor would be lost where it matters.
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-class Records:
-    """How to put the values of one :func:`prepare_for_saving` together again."""
-
-    __slots__ = ("slots", "tensor_count")
-
-    def __init__(self, slots: list[Any] | None, tensor_count: int) -> None:
-        #: None where every value was saved as it was, in order.
-        self.slots = slots
-        self.tensor_count = tensor_count
+_NO_COMPILE = (
+    "a distributed weight gathers itself while the model runs, which torch.compile cannot trace; "
+    "wrap the forward of the module that holds it in torch.compiler.disable, or compile the "
+    "model without it"
+)
 
 
-class _Reference:
-    """The object itself, and the version that it had."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
-
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
-        if self.version is not None and self.tensor._version != self.version:
-            raise ModifiedError(
-                f"a value of shape {tuple(self.tensor.shape)} kept by reference for backward was "
-                f"modified in place: it is at version {self.tensor._version}, expected "
-                f"{self.version}; run backward before the change (optimizer.step(), say), or "
-                f"change a clone"
-            )
-        return self.tensor
+class _TraceError(CompileError, AssertionError):
+    """Of the errors raised while tracing, torch.compile passes on an AssertionError as it is."""
 
 
-class _Again:
-    """The value that was already given at an earlier position."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
-        return values[self.position]
+def _refuse_trace() -> None:
+    raise _TraceError(_NO_COMPILE)
 
 
-class _Bytes:
-    """A buffer of codes, which hooks see as bytes."""
-
-    __slots__ = ("dtype", "index")
-
-    def __init__(self, index: int, dtype: torch.dtype) -> None:
-        self.index = index
-        self.dtype = dtype
-
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
-        return _tensor_at(tensors, self.index).view(self.dtype)
+# What torch.compiler.assume_constant_result sets; calling that would import all of the compiler.
+# Without it the error would be traced, as a reason to run the frame uncompiled.
+_refuse_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class _Wrapper:
-    """A wrapper subclass, by its flatten protocol."""
-
-    __slots__ = ("kind", "names", "parts", "size", "stride", "tensor_class")
-
-    def __init__(self, tensor: Tensor, parts: list[Any], names: list[str], kind: Any) -> None:
-        self.tensor_class = type(tensor)
-        self.parts = parts
-        self.names = names
-        self.kind = kind
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
-        inner = {
-            name: _restore(part, tensors, values)
-            for name, part in zip(self.names, self.parts, strict=True)
-        }
-        unflatten = self.tensor_class.__tensor_unflatten__  # pyright: ignore
-        return unflatten(inner, self.kind, self.size, self.stride)
+def _compiled_around() -> bool:
+    """Is this eager code that torch.compile fell back to, inside a compiled region?"""
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore
+    return callback not in (None, False)
 
 
-class _Grouped:
-    """A ``GroupedTensor``: its rows and their ends."""
-
-    __slots__ = ("data", "ends", "overflow")
-
-    def __init__(self, data: Any, ends: Any, overflow: Any) -> None:
-        self.data = data
-        self.ends = ends
-        self.overflow = overflow
-
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> GroupedTensor:
-        return GroupedTensor.from_parts(
-            _restore(self.data, tensors, values),
-            _restore(self.ends, tensors, values),
-            _restore(self.overflow, tensors, values),
-        )
+def _keep(tensor: Tensor) -> Reference:
+    """Keep a tensor by reference; a distributed weight only where nothing is compiled."""
+    if getattr(tensor, _MARKER, False) and _compiled_around():
+        raise CompileError(_NO_COMPILE)
+    return Reference(tensor)
 
 
 class _Packer:
@@ -146,55 +96,61 @@ class _Packer:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.index_of: dict[int, int] = {}
+        self.plain: dict[int, tuple[int, Tensor]] = {}
+        self.bytes: dict[int, tuple[int, Tensor]] = {}
 
     def slot(self, value: Any) -> Any:
-        """The record of one value: an index into the tensors, None, or an object."""
-        if value is None:
-            return None
-        if isinstance(value, GroupedTensor):
-            return self._grouped(value)
+        """The slot of one value that is not None."""
+        if type(value) is GroupedTensor:
+            mark_rows(value)
+            data = self.slot(value.data)
+            return Grouped(data, self._append(value.ends_G), self._append(value.overflow))
         if not isinstance(value, Tensor):
             raise DtypeError(
                 f"only tensors, GroupedTensors and None can be saved for backward, got "
                 f"{type(value).__name__}; keep other things in the function's plan"
             )
-        if isinstance(value, Parameter) or getattr(value, _MARKER, False) or value in _KEPT:
-            return _Reference(value)
-        if is_traceable_wrapper_subclass(value):
+        if isinstance(value, Parameter) or getattr(value, _MARKER, False) or _is_kept(value):
+            return _keep(value)
+        if type(value) is not Tensor and is_traceable_wrapper_subclass(value):
             return self._wrapper(value)
         return self._append(value)
 
-    def _append(self, tensor: Tensor) -> int:
-        index = self.index_of.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return index
-
-    def _codes(self, tensor: Tensor) -> Any:
-        """A hook that compresses floats must not take codes, or their scales, for floats."""
-        if not tensor.dtype.is_floating_point or tensor.ndim == 0 or tensor.stride(-1) != 1:
-            return self.slot(tensor)
-        self.index_of.setdefault(id(tensor), len(self.tensors))
-        index = self.index_of[id(tensor)]
-        if index == len(self.tensors):
-            self.tensors.append(tensor.view(torch.uint8))
-        return _Bytes(index, tensor.dtype)
-
-    def _wrapper(self, value: Tensor) -> _Wrapper:
+    def _wrapper(self, value: Tensor) -> Wrapper:
         names, kind = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        ours = isinstance(value, QuantizedTensor)
+        ours = type(value) is QuantizedTensor
         parts = []
         for name in names:
             inner = getattr(value, name)
-            as_bytes = ours or inner.dtype.itemsize == 1
-            parts.append(self._codes(inner) if as_bytes else self.slot(inner))
-        return _Wrapper(value, parts, names, kind)
+            if inner.dtype is torch.uint8:
+                parts.append(self._append(inner))
+            else:
+                parts.append(self._bytes(inner) if _is_code(inner, ours) else self.slot(inner))
+        return Wrapper(value, parts, names, kind)
 
-    def _grouped(self, value: GroupedTensor) -> _Grouped:
-        mark_rows(value)
-        data = self.slot(value.data)
-        return _Grouped(data, self._append(value.ends_G), self._append(value.overflow))
+    def _append(self, tensor: Tensor) -> int:
+        return self._index(self.plain, tensor, tensor)
+
+    def _bytes(self, tensor: Tensor) -> Bytes:
+        return Bytes(self._index(self.bytes, tensor, tensor.view(torch.uint8)), tensor.dtype)
+
+    def _index(self, known: dict[int, tuple[int, Tensor]], tensor: Tensor, saved: Tensor) -> int:
+        # The tensor is held with its index: the id of one that died could be another's.
+        index, _ = known.setdefault(id(tensor), (len(self.tensors), tensor))
+        if index == len(self.tensors):
+            self.tensors.append(saved)
+        return index
+
+
+def _is_code(tensor: Tensor, ours: bool) -> bool:
+    """Would a hook that compresses floats take this buffer of codes or scales for floats?"""
+    if not tensor.dtype.is_floating_point or tensor.ndim == 0 or tensor.stride(-1) != 1:
+        return False
+    return ours or tensor.itemsize == 1
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    return bool(_KEPT) and tensor in _KEPT
 
 
 def prepare_for_saving(*values: Any) -> tuple[tuple[Tensor | None, ...], Records]:
@@ -211,14 +167,31 @@ def prepare_for_saving(*values: Any) -> tuple[tuple[Tensor | None, ...], Records
     """
     if torch.compiler.is_compiling():
         return _prepare_traced(values)
-    kinds = set(map(type, values))
-    if kinds <= _PLAIN_TYPES and not _KEPT:
-        distinct = len(set(map(id, values)))
-        nones = list(map(type, values)).count(type(None)) if type(None) in kinds else 0
-        marked = [1 for value in values if getattr(value, _MARKER, False)]
-        if not marked and distinct == len(values) - max(nones - 1, 0):
-            return values, Records(None, len(values))
-    return _prepare_each(values)
+    kinds = list(map(type, values))
+    plain = kinds.count(Tensor) + kinds.count(NoneType)
+    parameters = 0 if plain == len(values) else kinds.count(Parameter)
+    if plain + parameters != len(values) or _needs_care(values):
+        return _prepare_each(values)
+    if not parameters:
+        return values, AsGiven(len(values))
+    records = WithParameters(values, kinds)
+    pairs = zip(values, kinds, strict=True)
+    return tuple([value for value, kind in pairs if kind is not Parameter]), records
+
+
+def _needs_care(values: tuple[Any, ...]) -> bool:
+    """Does one of these tensors need more than to be saved as it is?
+
+    A tensor given twice does, wherever that can be noticed: autograd itself keeps a second
+    mention of a tensor for nothing and gives the one object back, so the look for repetitions
+    in long lists, half of the cost of this function, is left out while no hooks are there.
+    """
+    if _KEPT or [1 for value in values if getattr(value, _MARKER, False)]:
+        return True
+    if len(values) > _SHORT and top_hooks() is None:
+        return False
+    given = [id(value) for value in values if value is not None]
+    return len(set(given)) != len(given)
 
 
 def _prepare_each(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Records]:
@@ -226,28 +199,20 @@ def _prepare_each(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], R
     position_of: dict[int, int] = {}
     slots: list[Any] = []
     for position, value in enumerate(values):
-        if type(value) is Parameter and not _KEPT and id(value) not in position_of:
-            position_of[id(value)] = position
-            slots.append(_Reference(value))
+        if value is None:
+            slots.append(None)
             continue
-        first = position if value is None else position_of.setdefault(id(value), position)
-        slots.append(packer.slot(value) if first == position else _Again(first))
-    return tuple(packer.tensors), Records(slots, len(packer.tensors))
+        first = position_of.setdefault(id(value), position)
+        slots.append(packer.slot(value) if first == position else Again(first))
+    return tuple(packer.tensors), OneByOne(slots, len(packer.tensors))
 
 
 def _prepare_traced(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Records]:
     """While tracing, autograd's own bookkeeping is exact for whatever is a plain tensor."""
     for value in values:
         if value is not None and getattr(value, _MARKER, False):
-            raise CompileError(_NO_COMPILE)
-    return values, Records(None, len(values))
-
-
-_NO_COMPILE = (
-    "a distributed weight gathers itself while the model runs, which torch.compile cannot trace; "
-    "leave the module that holds it out with torch.compiler.disable, or compile the model "
-    "before sharding it"
-)
+            _refuse_trace()
+    return values, AsGiven(len(values))
 
 
 def restore_from_saved(records: Records, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -262,28 +227,7 @@ def restore_from_saved(records: Records, tensors: Sequence[Tensor | None]) -> tu
             f"{records.tensor_count} tensors were prepared for saving, got {len(tensors)} back; "
             f"give all of ctx.saved_tensors, in order"
         )
-    if records.slots is None:
-        return tuple(tensors)
-    values: list[Any] = []
-    for slot in records.slots:
-        if type(slot) is int:
-            values.append(tensors[slot])
-        elif slot is None:
-            values.append(None)
-        else:
-            values.append(slot.restore(tensors, values))
-    return tuple(values)
-
-
-def _restore(slot: Any, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
-    return _tensor_at(tensors, slot) if type(slot) is int else slot.restore(tensors, values)
-
-
-def _tensor_at(tensors: Sequence[Tensor | None], index: int) -> Tensor:
-    tensor = tensors[index]
-    if tensor is None:
-        raise ShapeError(f"saved tensor {index} came back as None; a hook lost it")
-    return tensor
+    return records.restore(tensors)
 
 
 def save_for_backward(ctx: Any, *values: Any) -> None:

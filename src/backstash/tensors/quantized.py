@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import LayoutError
+from backstash.errors import LayoutError, UnsupportedOpError
 from backstash.formats import Format, Usage, check_floating, from_spec
 
 
@@ -33,6 +33,7 @@ class QuantizedTensor(Tensor):
     format: Format
     usage: Usage
     ends_G: Tensor | None
+    _names: tuple[str, ...]
 
     @staticmethod
     def __new__(
@@ -73,6 +74,11 @@ class QuantizedTensor(Tensor):
         rows like any others.  Groups are given by ``ends_G``.
         """
         check_floating(x, f"{format.name}.quantize")
+        if isinstance(x, QuantizedTensor):
+            raise UnsupportedOpError(
+                f"{format.name}.quantize needs plain values, got a tensor that is already "
+                f"{x.format.name}; call .dequantize() on it first"
+            )
         with torch.no_grad():
             x_MK = x.detach().reshape(_rows(x.shape), x.shape[-1])
             buffers = format.encode(x_MK, usage, ends_G, scale)
@@ -100,7 +106,7 @@ class QuantizedTensor(Tensor):
         """
         if usage is None:
             usage = Usage.ROWWISE if Usage.ROWWISE in self.usage else Usage.COLUMNWISE
-        if usage is Usage.BOTH or usage not in self.usage:
+        if usage not in tuple(self.usage):
             raise LayoutError(
                 f"dequantize reads one direction of {self.usage}, got {usage}; quantize with "
                 f"the usage you need, or leave `usage` out"
@@ -115,8 +121,11 @@ class QuantizedTensor(Tensor):
         Raises:
             LayoutError: The tensor was not quantized for this direction.
         """
-        if usage not in self.usage:
-            raise LayoutError(f"{usage} was asked of a tensor that has {self.usage}")
+        if not usage or usage not in self.usage:
+            raise LayoutError(
+                f"only({usage}) was asked of a tensor that has {self.usage}; quantize with the "
+                f"usage you need"
+            )
         groups = None if self.ends_G is None else self.ends_G.numel()
         rows = _rows(self.shape)
         names = self.format.buffers(rows, self.shape[-1], self.dtype, usage, groups)
@@ -218,7 +227,7 @@ def equal_groups(groups: int, rows: int, device: torch.device) -> Tensor:
     return torch.arange(1, groups + 1, dtype=torch.int32, device=device) * rows
 
 
-def _as_parameter(tensor: QuantizedTensor) -> QuantizedTensor:
+def _as_parameter(tensor: Tensor) -> QuantizedTensor:
     return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)  # pyright: ignore
 
 

@@ -1,0 +1,180 @@
+"""How saved values are put together again: the records, and their slots.
+
+A record belongs to one call of :func:`~backstash.saving.prepare_for_saving` and holds no
+buffer, so what it describes is freed with the graph.  The two common cases are records of
+their own, walked by C code; everything else has a slot for each value, and each kind of
+slot restores one kind of value.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backstash.errors import ModifiedError, ShapeError
+from backstash.tensors import GroupedTensor
+
+
+class Records(abc.ABC):
+    """How to put the values of one :func:`prepare_for_saving` together again."""
+
+    __slots__ = ("tensor_count",)
+
+    def __init__(self, tensor_count: int) -> None:
+        self.tensor_count = tensor_count
+
+    @abc.abstractmethod
+    def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The values, from as many tensors as were saved."""
+
+
+class AsGiven(Records):
+    """Every value was saved as it was, in order."""
+
+    __slots__ = ()
+
+    def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return tuple(tensors)
+
+
+class WithParameters(Records):
+    """Parameters by reference among values that were saved as they were.
+
+    The common case of a module, so it is kept in lists that C code can walk.
+    """
+
+    __slots__ = ("parameter_or_none", "parameters", "versions")
+
+    def __init__(self, values: tuple[Any, ...], kinds: list[type]) -> None:
+        pairs = zip(values, kinds, strict=True)
+        self.parameter_or_none = [v if kind is Parameter else None for v, kind in pairs]
+        self.parameters = [p for p in self.parameter_or_none if p is not None]
+        self.versions = [p._version for p in self.parameters]
+        super().__init__(len(values) - len(self.parameters))
+
+    def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        if [p._version for p in self.parameters] != self.versions:
+            for parameter, version in zip(self.parameters, self.versions, strict=True):
+                _check_version(parameter, version)
+        following = iter(tensors)
+        return tuple([next(following) if p is None else p for p in self.parameter_or_none])
+
+
+class OneByOne(Records):
+    """A slot for each value: an index into the tensors, None, or an object that restores."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: list[Any], tensor_count: int) -> None:
+        super().__init__(tensor_count)
+        self.slots = slots
+
+    def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        values: list[Any] = []
+        for slot in self.slots:
+            values.append(None if slot is None else _restore(slot, tensors, values))
+        return tuple(values)
+
+
+def _check_version(tensor: Tensor, version: int | None) -> None:
+    if version is not None and tensor._version != version:
+        raise ModifiedError(
+            f"a value of shape {tuple(tensor.shape)} kept by reference for backward was modified "
+            f"in place: it is at version {tensor._version}, expected {version}; run backward "
+            f"before the change (optimizer.step(), say), or change a clone"
+        )
+
+
+class Reference:
+    """The object itself, and the version that it had."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+
+class Again:
+    """The value that was already given at an earlier position."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
+        return values[self.position]
+
+
+class Bytes:
+    """A buffer of codes, which hooks see as bytes."""
+
+    __slots__ = ("dtype", "index")
+
+    def __init__(self, index: int, dtype: torch.dtype) -> None:
+        self.index = index
+        self.dtype = dtype
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        return _tensor_at(tensors, self.index).view(self.dtype)
+
+
+class Wrapper:
+    """A wrapper subclass, by its flatten protocol."""
+
+    __slots__ = ("kind", "names", "parts", "size", "stride", "tensor_class")
+
+    def __init__(self, tensor: Tensor, parts: list[Any], names: list[str], kind: Any) -> None:
+        self.tensor_class = type(tensor)
+        self.parts = parts
+        self.names = names
+        self.kind = kind
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        inner = {
+            name: _restore(part, tensors, values)
+            for name, part in zip(self.names, self.parts, strict=True)
+        }
+        unflatten = self.tensor_class.__tensor_unflatten__  # pyright: ignore
+        return unflatten(inner, self.kind, self.size, self.stride)
+
+
+class Grouped:
+    """A ``GroupedTensor``: its rows and their ends."""
+
+    __slots__ = ("data", "ends", "overflow")
+
+    def __init__(self, data: Any, ends: Any, overflow: Any) -> None:
+        self.data = data
+        self.ends = ends
+        self.overflow = overflow
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> GroupedTensor:
+        return GroupedTensor.from_parts(
+            _restore(self.data, tensors, values),
+            _restore(self.ends, tensors, values),
+            _restore(self.overflow, tensors, values),
+        )
+
+
+def _restore(slot: Any, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
+    return _tensor_at(tensors, slot) if type(slot) is int else slot.restore(tensors, values)
+
+
+def _tensor_at(tensors: Sequence[Tensor | None], index: int) -> Tensor:
+    tensor = tensors[index]
+    if tensor is None:
+        raise ShapeError(f"saved tensor {index} came back as None; a hook lost it")
+    return tensor
