@@ -51,10 +51,12 @@ class _GroupedLinear(torch.autograd.Function):
         projection = plan.projection
         needs = Needs.of(ctx.needs_input_grad[:3])
         keeps_columns = Needs.WEIGHT in needs and plan.keep is Keep.COLUMNS
-        x_rows, kept = projection.call.input_pair(as_rows(x), ends_G, keep=keeps_columns)
+        # Only whole rows one after another have a valid prefix that can be kept alone.
+        x_TK = as_rows(x).contiguous()
+        x_rows, kept = projection.call.input_pair(x_TK, ends_G, keep=keeps_columns)
         y_TN = projection.forward(x_rows, weight, bias, ends_G)
         if Needs.WEIGHT in needs and plan.keep is Keep.ORIGINAL:
-            kept = GroupedTensor(x, ends_G) if x.ndim == 2 else x
+            kept = GroupedTensor(x, ends_G) if x_TK is x else x
         if plan.keep is not Keep.NOTHING:
             has_matmul = needs & (Needs.INPUT | Needs.WEIGHT)
             save_for_backward(ctx, kept, weight if has_matmul else None, ends_G)
@@ -141,6 +143,8 @@ class GroupedLinear(Layer):
         """The state as ``weight0``, ``bias0`` and so on: views, for software that wants those."""
         return split_experts(self)
 
+    # torch.compile runs the call as one opaque piece: it cannot trace grouped saved values.
+    @torch.compiler.disable(reason="a grouped layer saves values that know their valid length")
     def forward(self, x: Tensor, m_splits: Counts, out: Tensor | None = None) -> Tensor:
         """Multiply each group of rows by its weight.
 

@@ -65,7 +65,8 @@ class _GroupedMLP(torch.autograd.Function):
         wanted = plan.wanted(ctx.needs_input_grad)
         fc1 = plan.feed_forward.fc1
         x_TH = as_rows(x)
-        x_RH = x_TH if source_R is None else kernels.permute(x_TH, source_R)
+        # Only whole rows one after another have a valid prefix that can be kept alone.
+        x_RH = x_TH.contiguous() if source_R is None else kernels.permute(x_TH, source_R)
         reads_x = wanted.weights.fc1_weight and plan.keep is not Keep.NOTHING
         x_rows, kept = fc1.call.input_pair(x_RH, ends_G, keep=reads_x and source_R is None)
         del x_RH
@@ -182,6 +183,8 @@ class GroupedMLP(Layer):
         """The state as ``fc1_weight0`` and so on: views, for software that wants those."""
         return split_experts(self)
 
+    # torch.compile runs the call as one opaque piece: it cannot trace grouped saved values.
+    @torch.compiler.disable(reason="a grouped layer saves values that know their valid length")
     def forward(
         self,
         x: Tensor,
