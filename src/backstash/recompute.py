@@ -139,8 +139,8 @@ _Found = tuple[Any, Run, Any]
 
 
 def _reentrant_forward(frame: types.FrameType) -> _Found:
-    ctx = frame.f_locals["ctx"]
-    return ctx, Run.BLIND_FORWARD if ctx.next_functions else Run.FORWARD, None
+    node = frame.f_locals["ctx"]
+    return node, Run.BLIND_FORWARD if node.next_functions else Run.FORWARD, None
 
 
 def _reentrant_backward(frame: types.FrameType) -> _Found:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.formats import Format, HighPrecisionFormat, Usage
-from backstash.recipes import DelayedScaling, Operand, Phase, Recipe, Role, Step
+from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Recipe, Role, Step
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 Kept = Tensor | QuantizedTensor | GroupedTensor
@@ -31,11 +31,11 @@ class Call:
         recipe: The recipe in force.
         module: Class name of the module.
         name: Name of the module and of the matmul in it.
-        scalings: What learns the scale of each operand under delayed scaling.
+        scalings: What learns the scale of each forward operand under delayed scaling.
         scales: The scales with which forward quantizes, and backward its weight again.
         step: Where forward notes magnitudes; None where it notes none (recomputation,
             evaluation).
-        gradient_step: Where backward notes them.
+        gradient: Scale and notes of the output gradient under delayed scaling.
     """
 
     recipe: Recipe
@@ -44,7 +44,7 @@ class Call:
     scalings: Mapping[Operand, DelayedScaling] = dataclasses.field(default_factory=dict)
     scales: Mapping[Operand, Tensor] = dataclasses.field(default_factory=dict)
     step: Step | None = None
-    gradient_step: Step | None = None
+    gradient: Gradient | None = None
 
     def format(self, operand: Operand, phase: Phase) -> Format:
         """The format in which ``operand`` is read in ``phase``."""
@@ -117,24 +117,23 @@ class Call:
     def _quantize(
         self, operand: Operand, format: Format, x: Tensor, usage: Usage, ends_G: Tensor | None
     ) -> QuantizedTensor:
-        scale = None
-        if format.stateful:
-            scaling = self.scalings[operand]
-            scale = self.scales.get(operand, scaling.scale_G)
-            self._note(operand, scaling, x, ends_G)
+        scale = self._learnt_scale(operand, x, ends_G) if format.stateful else None
         return QuantizedTensor.quantize(x, format=format, usage=usage, ends_G=ends_G, scale=scale)
 
-    def _note(
-        self, operand: Operand, scaling: DelayedScaling, x: Tensor, ends_G: Tensor | None
-    ) -> None:
-        step = self.gradient_step if operand is Operand.GRADIENT else self.step
-        if step is None:
-            return
-        amax_G = kernels.amax(x) if ends_G is None else kernels.group_amax(x, ends_G)
-        if operand is Operand.GRADIENT:
-            step.note_backward(scaling, amax_G)
-        else:
-            step.note_forward(scaling, amax_G)
+    def _learnt_scale(self, operand: Operand, x: Tensor, ends_G: Tensor | None) -> Tensor:
+        """The scale that earlier steps left; what this one will leave is noted."""
+        if operand is Operand.GRADIENT and self.gradient is not None:
+            scale = self.gradient.scale_G()
+            if self.gradient.is_noting:
+                self.gradient.note(_amax(x, ends_G))
+            return scale
+        if self.step is not None and self.step.is_noting_forward:
+            self.step.note_forward(self.scalings[operand], _amax(x, ends_G))
+        return self.scales[operand]
+
+
+def _amax(x: Tensor, ends_G: Tensor | None) -> Tensor:
+    return kernels.amax(x) if ends_G is None else kernels.group_amax(x, ends_G)
 
 
 def _is_plain(format: Format) -> bool:

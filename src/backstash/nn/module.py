@@ -77,9 +77,7 @@ class QuantizedModule(nn.Module):
         learnt = {op: f for op, f in formats.items() if isinstance(f, Float8Delayed)}
         return self._learning(call, linear, learnt) if learnt else call
 
-    def _learning(
-        self, call: Call, linear: str, formats: Mapping[Operand, Float8Delayed]
-    ) -> Call:
+    def _learning(self, call: Call, linear: str, formats: Mapping[Operand, Float8Delayed]) -> Call:
         """The call, with the scales that these operands have learnt and will learn."""
         scalings = {op: self._scaling(linear, op, format) for op, format in formats.items()}
         of_gradient = scalings.pop(Operand.GRADIENT, None)

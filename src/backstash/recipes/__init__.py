@@ -11,11 +11,12 @@ from backstash.recipes.autocast import (
     weight_recipe,
 )
 from backstash.recipes.recipe import Operand, Phase, Recipe, Role, custom, recipe, recipe_names
-from backstash.recipes.scaling import DelayedScaling, Step
+from backstash.recipes.scaling import DelayedScaling, Gradient, Step
 
 __all__ = [
     "HIGH_PRECISION_RECIPE",
     "DelayedScaling",
+    "Gradient",
     "InForce",
     "Operand",
     "Phase",

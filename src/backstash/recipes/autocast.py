@@ -11,7 +11,7 @@ import dataclasses
 
 import torch
 
-from backstash.errors import RecipeError
+from backstash.errors import ConfigError, RecipeError
 from backstash.recipes.recipe import Recipe, recipe
 from backstash.recipes.scaling import Step
 
@@ -24,24 +24,29 @@ class InForce:
 
     recipe: Recipe
     step: Step | None
+    entered: autocast | None = None
 
 
-_IN_FORCE: contextvars.ContextVar[InForce] = contextvars.ContextVar(
-    "backstash_recipe", default=InForce(HIGH_PRECISION_RECIPE, None)
+_NOTHING = InForce(HIGH_PRECISION_RECIPE, None)
+# What was entered, outermost first.  A thread and an asynchronous task have their own, also
+# where they share one autocast object.
+_IN_FORCE: contextvars.ContextVar[tuple[InForce, ...]] = contextvars.ContextVar(
+    "backstash_recipe",
+    default=(_NOTHING,),
 )
-_WEIGHTS: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar(
-    "backstash_weights", default=None
+_WEIGHTS: contextvars.ContextVar[tuple[quantized_model_init, ...]] = contextvars.ContextVar(
+    "backstash_weights", default=()
 )
 
 
 def in_force() -> InForce:
     """The recipe in force here, and its step."""
-    return _IN_FORCE.get()
+    return _IN_FORCE.get()[-1]
 
 
 def current_recipe() -> Recipe:
     """The recipe in force here; high precision outside of any ``autocast``."""
-    return _IN_FORCE.get().recipe
+    return _IN_FORCE.get()[-1].recipe
 
 
 class autocast:
@@ -62,20 +67,24 @@ class autocast:
     def __init__(self, enabled: bool = True, recipe: Recipe | str | None = None) -> None:
         chosen = as_recipe("mxfp8" if recipe is None else recipe)
         self.recipe = chosen if enabled else HIGH_PRECISION_RECIPE
-        self._entered: list[tuple[contextvars.Token[InForce], Step | None]] = []
 
     def __enter__(self) -> autocast:
-        outer = _IN_FORCE.get().step
-        step = Step() if outer is None else outer
-        token = _IN_FORCE.set(InForce(self.recipe, step))
-        self._entered.append((token, step if outer is None else None))
+        entries = _IN_FORCE.get()
+        step = entries[-1].step or Step()
+        _IN_FORCE.set((*entries, InForce(self.recipe, step, self)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        token, own_step = self._entered.pop()
-        _IN_FORCE.reset(token)
-        if own_step is not None and kind is None and torch.is_grad_enabled():
-            own_step.end_forward()
+        entries = _IN_FORCE.get()
+        last = _last_index([entry.entered is self for entry in entries], "autocast")
+        _IN_FORCE.set(entries[:last] + entries[last + 1 :])
+        step = entries[last].step
+        if step is None or step is entries[last - 1].step:
+            return
+        if kind is None:
+            step.leave(learns=torch.is_grad_enabled())
+        else:
+            step.abandon()
 
 
 class quantized_model_init:
@@ -89,19 +98,30 @@ class quantized_model_init:
 
     def __init__(self, recipe: Recipe | str) -> None:
         self.recipe = as_recipe(recipe)
-        self._tokens: list[contextvars.Token[Recipe | None]] = []
 
     def __enter__(self) -> quantized_model_init:
-        self._tokens.append(_WEIGHTS.set(self.recipe))
+        _WEIGHTS.set((*_WEIGHTS.get(), self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _WEIGHTS.reset(self._tokens.pop())
+        entries = _WEIGHTS.get()
+        last = _last_index([entry is self for entry in entries], "quantized_model_init")
+        _WEIGHTS.set(entries[:last] + entries[last + 1 :])
+
+
+def _last_index(is_mine: list[bool], what: str) -> int:
+    if not any(is_mine):
+        raise ConfigError(
+            f"{what} was left where it had not been entered; enter and leave it in the same "
+            f"thread or task"
+        )
+    return len(is_mine) - 1 - is_mine[::-1].index(True)
 
 
 def weight_recipe() -> Recipe | None:
     """The recipe in which new weights are created, or None."""
-    return _WEIGHTS.get()
+    entries = _WEIGHTS.get()
+    return entries[-1].recipe if entries else None
 
 
 def as_recipe(given: Recipe | str) -> Recipe:

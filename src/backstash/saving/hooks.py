@@ -21,12 +21,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
 from backstash.recompute import top_hooks
 from backstash.saving.marks import valid_rows
+
+_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Handler(Protocol):
@@ -124,7 +128,7 @@ class saving:
         self._frames: dict[int, list[_Frame]] = {}
 
     def __enter__(self) -> saving:
-        frame = _Frame(self.handlers, _top_hooks(True))
+        frame = _Frame(self.handlers, top_hooks())
         _push_hooks(frame.pack, frame.unpack)
         self._frames.setdefault(threading.get_ident(), []).append(frame)
         return self
@@ -149,18 +153,24 @@ def _take_off(frame: _Frame) -> None:
     """Take one pair of hooks off torch's stack: the frame's, wherever it lies.
 
     Torch's own contexts take off what is on top when they are left, whoever put it there.
-    Where one took ours before its time, its own pair is still there, on top, and goes now.
+    Where one took ours before its time, its own pair is still there, and goes now.
     """
-    above = []
-    while (top := _top_hooks(True)) is not None:
+    above: list[Any] = []
+    while (top := top_hooks()) is not None:
         _pop_hooks()
-        if getattr(top[0], "__self__", None) is frame:
+        if _frame_of(top) is frame:
             break
         above.append(top)
     else:
-        del above[:1]
+        foreign = next((pair for pair in above if _frame_of(pair) is None), None)
+        above = [pair for pair in above if pair is not foreign]
     for pack, unpack in reversed(above):
         _push_hooks(pack, unpack)
+
+
+def _frame_of(pair: tuple[Any, Any]) -> _Frame | None:
+    owner = getattr(pair[0], "__self__", None)
+    return owner if isinstance(owner, _Frame) else None
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from backstash.errors import DeviceError, DtypeError, LayoutError
 from backstash.recompute import top_hooks
 from backstash.tensors import GroupedTensor, QuantizedTensor
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
 
 
 class _Mark(NamedTuple):
@@ -28,9 +32,37 @@ class _Mark(NamedTuple):
     rows: Tensor
 
 
-# By the address of the storage; weak, so that neither the storage nor its length is kept.
-_MARKS: dict[int, _Mark] = {}
-_marks_lock = threading.Lock()
+class _Marks:
+    """The marks by the address of their storage, which they do not keep alive.
+
+    The length of a storage that is gone is let go when the number of marks has doubled, so
+    that marking costs the same however many marks there are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_address: dict[int, _Mark] = {}
+        self._sweep_at = _SWEEP_AT
+
+    def __bool__(self) -> bool:
+        return bool(self._by_address)
+
+    def add(self, mark: _Mark) -> None:
+        with self._lock:
+            if len(self._by_address) >= self._sweep_at:
+                marks = self._by_address.items()
+                self._by_address = {key: old for key, old in marks if not old.storage.expired()}
+                self._sweep_at = max(_SWEEP_AT, 2 * len(self._by_address))
+            self._by_address[mark.storage.cdata] = mark
+
+    def of(self, storage: StorageWeakRef) -> _Mark | None:
+        # While there is a weak reference, no other storage gets the address.
+        mark = self._by_address.get(storage.cdata)
+        return None if mark is None or mark.storage.expired() else mark
+
+
+_SWEEP_AT = 32
+_MARKS = _Marks()
 
 
 def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = None) -> None:
@@ -53,12 +85,12 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
             raise LayoutError("a GroupedTensor knows its own rows; leave `rows` out")
         _mark_buffers(value)
         return
-    if not isinstance(value, Tensor) or isinstance(value, QuantizedTensor):
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         raise LayoutError(
             f"mark_grouped_tensor needs a plain tensor or a GroupedTensor, got "
             f"{type(value).__name__}; quantize a GroupedTensor to have each buffer's length known"
         )
-    if not isinstance(rows, Tensor) or rows.numel() != 1 or rows.dtype.is_floating_point:
+    if not isinstance(rows, Tensor) or rows.numel() != 1 or rows.dtype not in _INTEGERS:
         came = f"{rows.dtype} of {rows.numel()}" if isinstance(rows, Tensor) else repr(rows)
         raise DtypeError(
             f"rows must be an integer tensor of one element on {value.device}, got {came}"
@@ -79,10 +111,10 @@ def mark_rows(value: GroupedTensor) -> None:
 
 def valid_rows(tensor: Tensor) -> Tensor | None:
     """The valid length that was marked for this buffer, or None."""
-    if not _MARKS or isinstance(tensor, QuantizedTensor) or tensor.ndim == 0:
+    if not _MARKS or tensor.ndim == 0 or not _has_rows(tensor):
         return None
-    mark = _MARKS.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-    if mark is None or mark.storage.expired():
+    mark = _MARKS.of(StorageWeakRef(tensor.untyped_storage()))
+    if mark is None:
         return None
     same_rows = tensor.shape[0] == mark.size and tensor.stride(0) * tensor.itemsize == mark.stride
     first_row = 0 <= tensor.storage_offset() * tensor.itemsize - mark.offset < max(mark.stride, 1)
@@ -100,17 +132,20 @@ def _mark_buffers(value: GroupedTensor) -> None:
 
 
 def _mark(buffer: Tensor, rows: Tensor) -> None:
-    if buffer.ndim == 0 or not buffer.is_contiguous():
+    if buffer.ndim == 0 or not _has_rows(buffer) or not buffer.is_contiguous():
+        came = buffer.stride() if buffer.layout is torch.strided else buffer.layout
         raise LayoutError(
             f"the valid rows of a buffer must be a prefix of its bytes, got shape "
-            f"{tuple(buffer.shape)} with strides {buffer.stride()}; mark a contiguous tensor "
-            f"whose dimension 0 is the rows"
+            f"{tuple(buffer.shape)} with strides {came}; mark a contiguous tensor whose "
+            f"dimension 0 is the rows"
         )
     storage = StorageWeakRef(buffer.untyped_storage())
     item = buffer.itemsize
     offset, stride = int(buffer.storage_offset()) * item, buffer.stride(0) * item
     mark = _Mark(storage, offset, stride, len(buffer), rows.detach().reshape(1))
-    with _marks_lock:
-        for key in [key for key, old in _MARKS.items() if old.storage.expired()]:
-            del _MARKS[key]
-        _MARKS[storage.cdata] = mark
+    _MARKS.add(mark)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Is there one storage with rows in it?  Not of a sparse tensor, nor of a wrapper."""
+    return tensor.layout is torch.strided and not isinstance(tensor, QuantizedTensor)

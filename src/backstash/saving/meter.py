@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from backstash.errors import LayoutError
-from backstash.tensors import QuantizedTensor
 
 
 class Meter:
@@ -47,5 +48,21 @@ class Meter:
 
 
 def _storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    buffers = tensor.buffers.values() if isinstance(tensor, QuantizedTensor) else (tensor,)
-    return [buffer.untyped_storage() for buffer in buffers]
+    """Every storage that the tensor keeps allocated, those of a wrapper's buffers too."""
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [storage for name in names for storage in _storages_of(getattr(tensor, name))]
+    return [buffer.untyped_storage() for buffer in _PARTS.get(tensor.layout, _itself)(tensor)]
+
+
+def _itself(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+_PARTS: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    torch.sparse_coo: lambda t: (t._indices(), t._values()),
+    torch.sparse_csr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
+    torch.sparse_bsr: lambda t: (t.crow_indices(), t.col_indices(), t.values()),
+    torch.sparse_csc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
+    torch.sparse_bsc: lambda t: (t.ccol_indices(), t.row_indices(), t.values()),
+}
