@@ -27,11 +27,9 @@ def from_spec(spec: dict[str, Any]) -> Format:
     Raises:
         CheckpointError: No format has this name or these fields.
     """
-    fields = dict(spec)
-    family = _FAMILIES.get(fields.pop("name", None))
     try:
-        if family is None:
-            raise KeyError(spec.get("name"))
+        fields = dict(spec)
+        family = _FAMILIES[fields.pop("name")]
         if "code" in fields:
             fields["code"] = Code(fields["code"])
         return family(**fields)

@@ -9,6 +9,7 @@ directions, because the scale does not depend on one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.errors import ShapeError
+from backstash.errors import RecipeError, ShapeError
 from backstash.formats.format import BufferSpec, Code, Format, Usage
 
 
@@ -27,6 +28,10 @@ class _Float8(Format):
     code: Code = Code.E4M3
 
     any_view: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.code, Code):
+            raise RecipeError(f"code must be Code.E4M3 or Code.E5M2, got {self.code!r}")
 
     @property
     def tolerance(self) -> tuple[float, float]:
@@ -70,6 +75,14 @@ class Float8Current(_Float8):
 
     name: ClassVar[str] = "float8_current"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.epsilon < math.inf:
+            raise RecipeError(
+                f"epsilon is the least magnitude taken for the largest and must be finite and "
+                f"not negative, got {self.epsilon}; use 0 for none"
+            )
+
     def encode(
         self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
     ) -> dict[str, Tensor]:
@@ -99,6 +112,14 @@ class Float8Delayed(_Float8):
     name: ClassVar[str] = "float8_delayed"
     stateful: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 1:
+            raise RecipeError(
+                f"history is how many steps are remembered and must be at least 1, got "
+                f"{self.history}; use FLOAT8_CURRENT to remember none"
+            )
+
     def encode(
         self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
     ) -> dict[str, Tensor]:
@@ -108,7 +129,7 @@ class Float8Delayed(_Float8):
         if scale.shape != (groups,) or scale.dtype != torch.float32:
             raise ShapeError(
                 f"{self.name} needs a float32 scale of shape ({groups},), one for each group, "
-                f"got {scale.dtype} {tuple(scale.shape)}"
+                f"got {scale.dtype} {tuple(scale.shape)}; reshape or convert it"
             )
         return self._buffers_from(x_MK, scale, ends_G)
 

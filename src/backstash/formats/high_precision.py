@@ -31,7 +31,7 @@ class HighPrecisionFormat(Format):
     def encode(
         self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
     ) -> dict[str, Tensor]:
-        return {"values": x_MK.clone()}
+        return {"values": x_MK.clone(memory_format=torch.contiguous_format)}
 
     def decode(
         self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None

@@ -20,7 +20,7 @@ def _wrap(x: Any, *, format: Format, usage: Usage, scale: Tensor | None) -> Any:
     data = QuantizedTensor.quantize(
         x.data, format=format, usage=usage, ends_G=x.ends_G, scale=scale
     )
-    return GroupedTensor(data, x.ends_G)
+    return GroupedTensor.from_parts(data, x.ends_G, x.overflow)
 
 
 Format.wrap = staticmethod(_wrap)  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,26 +80,24 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quanti
             f"dequantize() it first"
         )
     kwargs.pop("memory_format", None)
-    moved = _each_buffer(source, lambda buffer: func(buffer, **kwargs))
-    return moved.like(moved.buffers, dtype=dtype)
+    return _as_dtype(_each_buffer(source, lambda buffer: func(buffer, **kwargs)), dtype)
 
 
 @_operation(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     source, wanted = args[0], args[1]
     shape = torch.empty(source.shape, device="meta").view(wanted).shape
-    same_columns = len(shape) > 0 and shape[-1] == source.shape[-1]
-    if not same_columns and not (source.format.any_view and source.ends_G is None):
-        raise LayoutError(
-            f"a {source.format.name} tensor of shape {tuple(source.shape)} has blocks along its "
-            f"last dimension and cannot be viewed as {tuple(shape)}; keep the last dimension, "
-            f"or dequantize() first"
-        )
-    if same_columns:
+    if shape and shape[-1] == source.shape[-1]:
         return source.like(source.buffers, shape=shape)
-    columns = shape[-1] if len(shape) else 1
+    if not shape or not source.format.any_view or source.ends_G is not None:
+        raise LayoutError(
+            f"a {source.format.name} tensor of shape {tuple(source.shape)} has blocks or groups "
+            f"of rows of {source.shape[-1]} and cannot be viewed as {tuple(shape)}; keep the last "
+            f"dimension, or dequantize() first"
+        )
+    rows, columns = shape[:-1].numel(), shape[-1]
     matrices = {
-        name: buffer.view(-1, columns) if buffer.ndim == 2 else buffer
+        name: buffer.view(rows, columns) if buffer.ndim == 2 else buffer
         for name, buffer in source.buffers.items()
     }
     return source.like(matrices, shape=shape)
@@ -111,7 +109,8 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize())
     if isinstance(source, QuantizedTensor):
-        if _same_layout(target, source):
+        # Bytes are copied where the source has all that the target keeps: it may keep more.
+        if _same_layout(target, source) and target.buffers.keys() <= source.buffers.keys():
             for name, buffer in target.buffers.items():
                 buffer.copy_(source.buffers[name])
             return target
@@ -126,6 +125,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         isinstance(one, QuantizedTensor)
         and isinstance(other, QuantizedTensor)
         and one.dtype == other.dtype
+        and one.usage == other.usage
         and _same_layout(one, other)
         and all(torch.equal(one.buffers[name], other.buffers[name]) for name in one.buffers)
     )
@@ -134,8 +134,19 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @_operation(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Buffers of the same kind: quantized memory waiting for a ``copy_``."""
-    kwargs = {key: kwargs[key] for key in ("device",) if kwargs.get(key) is not None}
-    return _each_buffer(args[0], lambda buffer: torch.empty_like(buffer, **kwargs))
+    source, device = args[0], kwargs.get("device") or args[0].device
+    dtype = kwargs.get("dtype") or source.dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        return func(torch.empty(source.shape, device="meta"), **{**kwargs, "device": device})
+    buffers = {
+        # A learnt scale and the ends of groups are not values: a later copy_ reads them.
+        name: buffer.to(device, copy=True)
+        if source.format.stateful
+        else torch.empty_like(buffer, device=device)
+        for name, buffer in source.buffers.items()
+    }
+    ends_G = None if source.ends_G is None else source.ends_G.to(device, copy=True)
+    return _as_dtype(source.like(buffers, ends_G=ends_G), dtype)
 
 
 @_operation(
@@ -171,7 +182,6 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     aten.clamp_.default,
     aten.normal_.default,
     aten.uniform_.default,
-    aten.erfinv_.default,
 )
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     target = args[0]
@@ -181,9 +191,29 @@ def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
     wide = torch.promote_types(target.dtype, torch.float32)
     values = target.dequantize(dtype=wide)
-    others = (a.dequantize() if isinstance(a, QuantizedTensor) else a for a in args[1:])
-    func(values, *others, **kwargs)
+    func(values, *(_widened(other, wide) for other in args[1:]), **kwargs)
     return target.requantize_(values)
+
+
+@_operation(
+    *(
+        getattr(packet, overload)
+        for name in ("add", "sub", "mul", "div", "lerp", "copy", "zero")
+        for packet in (getattr(aten, f"_foreach_{name}_"),)
+        for overload in packet.overloads()
+    ),
+    aten._foreach_addcmul_.Scalar,
+    aten._foreach_addcmul_.ScalarList,
+    aten._foreach_addcdiv_.Scalar,
+    aten._foreach_addcdiv_.ScalarList,
+)
+def _write_each_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The ``foreach`` form of an optimizer: each tensor of the list on its own."""
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    for index, target in enumerate(args[0]):
+        others = [other[index] if isinstance(other, list) else other for other in args[1:]]
+        scale = {"value": others.pop()} if name in ("addcmul_", "addcdiv_") and others[2:] else {}
+        getattr(target, name)(*others, **scale, **kwargs)
 
 
 def _each_buffer(tensor: QuantizedTensor, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -192,14 +222,31 @@ def _each_buffer(tensor: QuantizedTensor, change: Callable[[Tensor], Tensor]) ->
     return tensor.like(buffers, ends_G=ends_G)
 
 
+def _as_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """The same tensor standing for ``dtype``; only plain values are kept in another one."""
+    rows, columns = tensor.shape[:-1].numel(), tensor.shape[-1]
+    groups = None if tensor.ends_G is None else tensor.ends_G.numel()
+    specs = tensor.format.buffers(rows, columns, dtype, tensor.usage, groups)
+    buffers = {name: buffer.to(specs[name].dtype) for name, buffer in tensor.buffers.items()}
+    return tensor.like(buffers, dtype=dtype)
+
+
+def _widened(other: Any, wide: torch.dtype) -> Any:
+    if isinstance(other, QuantizedTensor):
+        return other.dequantize(dtype=wide)
+    # lerp_ refuses a mixture of dtypes, though every narrower value is exact in the wide one.
+    narrower = isinstance(other, Tensor) and torch.promote_types(other.dtype, wide) == wide
+    return other.to(wide) if narrower else other
+
+
 def _same_layout(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     """Do equal bytes mean equal values?  Groups must end at the same rows."""
-    if (one.format, one.usage, one.shape) != (other.format, other.usage, other.shape):
+    if (one.format, one.shape) != (other.format, other.shape):
         return False
     if one.ends_G is None or other.ends_G is None:
         return one.ends_G is other.ends_G
     # One object on a GPU is the common case, and comparing values there would ask the device.
-    return one.ends_G is other.ends_G or torch.equal(one.ends_G, other.ends_G)
+    return one.ends_G is other.ends_G or torch.equal(one.ends_G, other.ends_G.to(one.device))
 
 
 __all__ = ["Usage", "run_operation"]

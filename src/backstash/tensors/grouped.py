@@ -10,12 +10,13 @@ Letters: T rows of the buffer (its capacity), K columns, G groups.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from backstash.errors import DtypeError, ShapeError
+from backstash.errors import DtypeError, LayoutError, ShapeError
 from backstash.tensors.quantized import QuantizedTensor
 
 
@@ -47,6 +48,7 @@ class GroupedTensor:
             ShapeError: ``data`` is not a matrix, ``capacity`` is not its rows, or a list of
                 ends is empty, decreasing or negative.
             DtypeError: ``ends`` are not integers.
+            LayoutError: ``data`` was quantized without its groups.
         """
         if not isinstance(data, Tensor) or data.ndim != 2:
             came = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
@@ -55,6 +57,11 @@ class GroupedTensor:
             raise ShapeError(
                 f"capacity is the number of rows of data, {len(data)}, got {capacity}; give the "
                 f"whole buffer, or leave capacity out"
+            )
+        if isinstance(data, QuantizedTensor) and data.ends_G is None:
+            raise LayoutError(
+                "data was quantized as one matrix, so its blocks and scales do not follow the "
+                "groups; quantize the GroupedTensor of the plain values instead"
             )
         ends_G = as_ends(ends, data.device)
         object.__setattr__(self, "data", data)
@@ -118,7 +125,7 @@ class GroupedTensor:
         """The same groups with plain values."""
         if not isinstance(self.data, QuantizedTensor):
             return self
-        return GroupedTensor(self.data.dequantize(), self.ends_G)
+        return GroupedTensor.from_parts(self.data.dequantize(), self.ends_G, self.overflow)
 
 
 def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -129,7 +136,7 @@ def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tens
         DtypeError: ``counts`` are not integers.
     """
     counts_G = _integers(counts, "counts")
-    if not counts_G.is_cuda and int(counts_G.min()) < 0:
+    if counts_G.is_cpu and int(counts_G.min()) < 0:
         raise ShapeError(f"counts must not be negative, got {counts_G.tolist()}; clamp them")
     return counts_G.to(device, non_blocking=True).cumsum(0)
 
@@ -137,7 +144,7 @@ def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tens
 def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Running ends, int64 on ``device``, checked where the host can see them."""
     ends_G = _integers(ends, "ends")
-    if not ends_G.is_cuda and int(ends_G.diff(prepend=ends_G.new_zeros(1)).min()) < 0:
+    if ends_G.is_cpu and int(ends_G.diff(prepend=ends_G.new_zeros(1)).min()) < 0:
         raise ShapeError(
             f"ends must start at zero or more and never decrease, got {ends_G.tolist()}; "
             f"use GroupedTensor.from_counts if these are the rows of each group"
@@ -147,14 +154,14 @@ def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
     if not isinstance(values, Tensor):
-        if not all(isinstance(value, int) for value in values):
-            raise DtypeError(f"{what} must be whole numbers, got {list(values)}")
-        values = torch.tensor(list(values), dtype=torch.int64)
+        if not all(isinstance(value, numbers.Integral) for value in values):
+            raise DtypeError(f"{what} must be whole numbers, got {list(values)}; round them")
+        values = torch.tensor([int(value) for value in values], dtype=torch.int64)
     if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8):
         raise DtypeError(f"{what} must be integers, got {values.dtype}; use int32 or int64")
     if values.ndim != 1 or values.numel() == 0:
         raise ShapeError(
             f"{what} must have one dimension with an entry for each group, got shape "
-            f"{tuple(values.shape)}"
+            f"{tuple(values.shape)}; flatten it"
         )
     return values.long()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from backstash.errors import CheckpointError
-from backstash.formats import Usage, from_spec
+from backstash.formats import BufferSpec, Usage, from_spec
+from backstash.formats.format import HIGH_PRECISION_DTYPES
 from backstash.tensors.quantized import QuantizedTensor
 
 _SEPARATOR = "::"
@@ -49,31 +50,46 @@ def to_plain(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return plain, ({_KEY: json.dumps(kinds)} if kinds else {})
 
 
-def from_plain(plain: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+def from_plain(
+    plain: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, Tensor]:
     """Put together what :func:`to_plain` took apart.
 
     Raises:
-        CheckpointError: The metadata is damaged, or a buffer that it names is missing.
+        CheckpointError: The metadata is damaged, or a buffer that it names is missing or has
+            another shape or dtype than its format says.
     """
     state = dict(plain)
     try:
-        for name, kind in json.loads(metadata.get(_KEY, "{}")).items():
-            parts = {
-                part: state.pop(f"{name}{_SEPARATOR}{part}").view(getattr(torch, dtype))
-                for part, dtype in kind["buffers"].items()
-            }
-            ends_G = parts.pop("ends_G", None)
-            state[name] = QuantizedTensor(
-                parts,
-                format=from_spec(kind["format"]),
-                usage=Usage(kind["usage"]),
-                shape=torch.Size(kind["shape"]),
-                dtype=getattr(torch, kind["dtype"]),
-                ends_G=ends_G,
-            )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        for name, kind in json.loads((metadata or {}).get(_KEY, "{}")).items():
+            state[name] = _put_together(name, kind, state)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"stored quantized tensors need their metadata and every buffer it names, but "
             f"{error!r} is wrong or missing; the file is damaged"
         ) from error
     return state
+
+
+def _put_together(name: str, kind: dict[str, Any], state: dict[str, Tensor]) -> QuantizedTensor:
+    """The tensor that ``kind`` describes; its buffers are taken out of ``state``."""
+    format, usage = from_spec(kind["format"]), Usage(kind["usage"])
+    shape, dtype = torch.Size(kind["shape"]), getattr(torch, kind["dtype"])
+    buffers = {
+        part: state.pop(f"{name}{_SEPARATOR}{part}").view(getattr(torch, part_dtype))
+        for part, part_dtype in kind["buffers"].items()
+    }
+    ends_G = buffers.pop("ends_G", None)
+    groups = None if ends_G is None else ends_G.numel()
+    wanted = format.buffers(shape[:-1].numel(), shape[-1], dtype, usage, groups)
+    came = {part: BufferSpec(tuple(b.shape), b.dtype) for part, b in buffers.items()}
+    if not usage or dtype not in HIGH_PRECISION_DTYPES or came != wanted:
+        raise CheckpointError(
+            f"{name} is stored as {format.name} of shape {tuple(shape)} and {dtype}, whose buffers "
+            f"are {wanted}, but the file has {came}; the file is damaged"
+        )
+    return QuantizedTensor(
+        buffers, format=format, usage=usage, shape=shape, dtype=dtype, ends_G=ends_G
+    )

@@ -20,6 +20,7 @@ MX_BLOCK = 32
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent without the mantissa
 _TWO_TO_MINUS_127 = 0x00400000  # subnormal, so its exponent field is 0
+_NAN_CODE = 0x7F
 
 
 def amax(x: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def quantize_scaled(
     ``scale`` is float32 ``(1,)``, or ``(G,)`` with ``ends_G``.  NaN stays NaN.
     """
     values = x_MK.float() * _row_factor(scale, ends_G, len(x_MK))
-    return _saturating_cast(values, code_dtype).view(torch.uint8)
+    return _saturating_codes(values, code_dtype)
 
 
 def dequantize_scaled(
@@ -88,12 +89,12 @@ def quantize_mx_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
     A last block that is not full uses the values that exist.
     """
-    rows, columns = x_MK.shape
+    columns = x_MK.shape[1]
     x_MSB = _pad_to_blocks(x_MK.float(), 1).unflatten(1, (-1, MX_BLOCK))
     exponent_MS = _mx_exponent(_magnitude(x_MSB).amax(-1))
     values = x_MSB * _mx_multiplier(exponent_MS)[..., None]
-    codes = _saturating_cast(values, torch.float8_e4m3fn).view(torch.uint8)
-    return codes.reshape(rows, -1)[:, :columns].contiguous(), exponent_MS
+    codes = _saturating_codes(values, torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :columns].contiguous(), exponent_MS
 
 
 def dequantize_mx_rows(codes_MK: Tensor, exponent_MS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,14 +121,13 @@ def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Ten
         x_SBK = _pad_to_blocks(x_MK.float(), 0).unflatten(0, (-1, MX_BLOCK))
         exponent_SK = _mx_exponent(_magnitude(x_SBK).amax(1))
         values = x_SBK * _mx_multiplier(exponent_SK)[:, None]
-        codes = _saturating_cast(values, torch.float8_e4m3fn).view(torch.uint8)
-        return codes.reshape(-1, columns)[:rows].contiguous(), exponent_SK
+        codes = _saturating_codes(values, torch.float8_e4m3fn)
+        return codes.flatten(0, 1)[:rows], exponent_SK
     rows_SB = _block_rows(ends_G, rows)
     padded_MK = torch.cat([x_MK.float(), x_MK.new_zeros(1, columns, dtype=torch.float32)])
     exponent_SK = _mx_exponent(_magnitude(padded_MK[rows_SB]).amax(1))
     multiplier_MK = _mx_multiplier(exponent_SK)[_row_blocks(ends_G, rows)]
-    codes = _saturating_cast(x_MK.float() * multiplier_MK, torch.float8_e4m3fn)
-    return codes.view(torch.uint8), exponent_SK
+    return _saturating_codes(x_MK.float() * multiplier_MK, torch.float8_e4m3fn), exponent_SK
 
 
 def dequantize_mx_columns(
@@ -156,10 +156,13 @@ def _magnitude(x: Tensor) -> Tensor:
     return torch.where(magnitude.isnan(), 0.0, magnitude)
 
 
-def _saturating_cast(values: Tensor, code_dtype: torch.dtype) -> Tensor:
+def _saturating_codes(values: Tensor, code_dtype: torch.dtype) -> Tensor:
     # Without the clamp a value past the largest code becomes NaN, not the largest code.
     largest = torch.finfo(code_dtype).max
-    return values.clamp(-largest, largest).to(code_dtype)
+    codes = values.clamp(-largest, largest).to(code_dtype).view(torch.uint8)
+    # A NaN has one code whatever its sign: the sign of 0/0 differs from machine to machine.
+    # Buffers are contiguous even where x was not: saving takes a prefix of rows as bytes.
+    return torch.where(values.isnan(), _NAN_CODE, codes).contiguous()
 
 
 def _row_factor(factor: Tensor, ends_G: Tensor | None, rows: int) -> Tensor:
@@ -184,7 +187,7 @@ def _mx_exponent(amax: Tensor) -> Tensor:
     fits = (mantissa == 0) | (exponent >= 254) | ((exponent == 0) & (mantissa <= 0x400000))
     rounded = torch.where(fits, exponent, exponent + 1)
     is_nan = (exponent == 255) & (mantissa != 0)
-    return torch.where(is_nan, 255, rounded.clamp(max=254)).to(torch.uint8)
+    return torch.where(is_nan, 255, rounded.clamp(max=254)).to(torch.uint8).contiguous()
 
 
 def _mx_multiplier(exponent: Tensor) -> Tensor:
