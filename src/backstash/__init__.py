@@ -1,5 +1,6 @@
 """Everything that backward needs, kept small and given back exactly."""
 
+from backstash.checkpoint import checkpoint
 from backstash.errors import (
     BackstashError,
     CheckpointError,
@@ -104,6 +105,7 @@ __all__ = [
     "UnsupportedOpError",
     "Usage",
     "autocast",
+    "checkpoint",
     "current_recipe",
     "custom",
     "finalize_weight_grads",

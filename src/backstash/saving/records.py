@@ -125,7 +125,7 @@ class _Packer:
             if inner.dtype is torch.uint8:
                 parts.append(self._append(inner))
             else:
-                parts.append(self._bytes(inner) if _is_code(inner, ours) else self.slot(inner))
+                parts.append(self._bytes(inner) if _is_code(inner, ours=ours) else self.slot(inner))
         return Wrapper(value, parts, names, kind)
 
     def _append(self, tensor: Tensor) -> int:
@@ -142,7 +142,7 @@ class _Packer:
         return index
 
 
-def _is_code(tensor: Tensor, ours: bool) -> bool:
+def _is_code(tensor: Tensor, *, ours: bool) -> bool:
     """Would a hook that compresses floats take this buffer of codes or scales for floats?"""
     if not tensor.dtype.is_floating_point or tensor.ndim == 0 or tensor.stride(-1) != 1:
         return False

@@ -39,6 +39,7 @@ class AsGiven(Records):
     __slots__ = ()
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The value."""
         return tuple(tensors)
 
 
@@ -58,6 +59,7 @@ class WithParameters(Records):
         super().__init__(len(values) - len(self.parameters))
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The value."""
         if [p._version for p in self.parameters] != self.versions:
             for parameter, version in zip(self.parameters, self.versions, strict=True):
                 _check_version(parameter, version)
@@ -75,6 +77,7 @@ class OneByOne(Records):
         self.slots = slots
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The value."""
         values: list[Any] = []
         for slot in self.slots:
             values.append(None if slot is None else _restore(slot, tensors, values))
@@ -100,6 +103,7 @@ class Reference:
         self.version = None if tensor.is_inference() else tensor._version
 
     def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        """The value."""
         _check_version(self.tensor, self.version)
         return self.tensor
 
@@ -113,6 +117,7 @@ class Again:
         self.position = position
 
     def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
+        """The value."""
         return values[self.position]
 
 
@@ -126,6 +131,7 @@ class Bytes:
         self.dtype = dtype
 
     def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        """The value."""
         return _tensor_at(tensors, self.index).view(self.dtype)
 
 
@@ -143,6 +149,7 @@ class Wrapper:
         self.stride = tensor.stride()
 
     def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Tensor:
+        """The value."""
         inner = {
             name: _restore(part, tensors, values)
             for name, part in zip(self.names, self.parts, strict=True)
@@ -162,6 +169,7 @@ class Grouped:
         self.overflow = overflow
 
     def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> GroupedTensor:
+        """The value."""
         return GroupedTensor.from_parts(
             _restore(self.data, tensors, values),
             _restore(self.ends, tensors, values),
