@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import Usage
@@ -111,9 +112,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if isinstance(source, QuantizedTensor):
         # Bytes are copied where the source has all that the target keeps: it may keep more.
         if _same_layout(target, source) and target.buffers.keys() <= source.buffers.keys():
-            for name, buffer in target.buffers.items():
-                buffer.copy_(source.buffers[name])
-            return target
+            return target.write_(source.buffers)
         source = source.dequantize()
     return target.requantize_(source.expand(target.shape))
 
@@ -214,6 +213,8 @@ def _write_each_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         others = [other[index] if isinstance(other, list) else other for other in args[1:]]
         scale = {"value": others.pop()} if name in ("addcmul_", "addcdiv_") and others[2:] else {}
         getattr(target, name)(*others, **scale, **kwargs)
+    # In-place operations count as writes for autograd; of a list it leaves that to each tensor.
+    increment_version([target for target in args[0] if not target.is_inference()])
 
 
 def _each_buffer(tensor: QuantizedTensor, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:

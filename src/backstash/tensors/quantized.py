@@ -145,10 +145,17 @@ class QuantizedTensor(Tensor):
     def requantize_(self, values: Tensor) -> QuantizedTensor:
         """Put new values of the same shape into the same buffers."""
         values_MK = values.detach().to(self.device).reshape(_rows(self.shape), self.shape[-1])
-        buffers = self.buffers
-        scale = self.format.scale_of(buffers)
-        for name, fresh in self.format.encode(values_MK, self.usage, self.ends_G, scale).items():
-            buffers[name].copy_(fresh)
+        scale = self.format.scale_of(self.buffers)
+        return self.write_(self.format.encode(values_MK, self.usage, self.ends_G, scale))
+
+    def write_(self, fresh: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Put other bytes into the same buffers."""
+        for name, buffer in self.buffers.items():
+            buffer.copy_(fresh[name])
+            # Inside a dispatched operation nobody counts changes, and autograd, which may
+            # have saved the buffer, must see this one.
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

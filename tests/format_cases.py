@@ -1,0 +1,52 @@
+"""Formats, usages and tensors of every kind, with readable names, for tests of several files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, HIGH_PRECISION, MXFP8, Format, Usage
+from backstash.tensors import GroupedTensor, QuantizedTensor
+
+FORMATS = [FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, HIGH_PRECISION]
+USAGES = [Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH]
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+by_usage = pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.name)
+by_grouping = pytest.mark.parametrize("ends", [None, [31, 31, 33]], ids=["one-matrix", "groups"])
+
+
+def quantized(
+    format: Format,
+    usage: Usage = Usage.BOTH,
+    ends: list[int] | None = None,
+    *,
+    shape: tuple[int, ...] = (33, 40),
+    dtype: torch.dtype = torch.float32,
+) -> QuantizedTensor:
+    """Random values in a format; a learnt scale is not one, so that losing it shows."""
+    x = torch.randn(shape).to(dtype)
+    if ends is not None:
+        return format.quantize(GroupedTensor(x, ends), usage).data
+    scale = torch.tensor([0.7]) if format.stateful else None
+    return format.quantize(x, usage, scale=scale)
+
+
+def parts(q: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """All that a quantized tensor holds, by name."""
+    return q.buffers | ({} if q.ends_G is None else {"ends_G": q.ends_G})
+
+
+def assert_identical(got: torch.Tensor, wanted: QuantizedTensor) -> None:
+    """The same class, kind and bytes."""
+    assert isinstance(got, QuantizedTensor)
+    for name in ("format", "usage", "shape", "dtype", "device", "requires_grad"):
+        assert getattr(got, name) == getattr(wanted, name), name
+    assert parts(got).keys() == parts(wanted).keys()
+    for name, buffer in parts(wanted).items():
+        torch.testing.assert_close(parts(got)[name], buffer, rtol=0, atol=0)
+
+
+def pointers(q: QuantizedTensor) -> set[int]:
+    """Where the bytes of a quantized tensor lie."""
+    return {buffer.data_ptr() for buffer in parts(q).values()}
