@@ -131,10 +131,10 @@ def _shared_bytes(config: TrainConfig) -> int:
     tokens, model = _tokens(config), config.model
     if not model.shared_width:
         return 0
-    kept = _preactivation(config, tokens, 2 * model.shared_width, 1) + _marks(1)
+    kept = _preactivation(config, tokens, 2 * model.shared_width, 1) + _marks(1) + _FLAG
     # In high precision its input is the experts' input, which is kept already.
     if config.recipe != "high_precision":
-        kept += _columns(config, tokens, model.hidden, 1) + _FLAG
+        kept += _columns(config, tokens, model.hidden, 1)
     return kept
 
 

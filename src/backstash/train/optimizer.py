@@ -28,7 +28,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """
     warmup_steps = math.ceil(config.warmup * steps)
     if step < warmup_steps:
-        return config.learning_rate * (step + 1) / warmup_steps
+        return config.learning_rate * ((step + 1) / warmup_steps)
     progress = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
     ratio = config.final_ratio
     height = ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
