@@ -29,6 +29,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from backstash.errors import BackstashError
 
 T = TypeVar("T")
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
+
+#: ``top_hooks(True)`` is the innermost pair of saved-tensor hooks in force, or None.
+top_hooks: Callable[[bool], Hooks | None] = _autograd._top_saved_tensors_default_hooks
 
 
 class Run(enum.Enum):
@@ -101,11 +107,6 @@ def in_checkpoint() -> bool:
     return any(run is Run.BLIND_FORWARD for _, run, _ in _regions())
 
 
-def top_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """The innermost pair of saved-tensor hooks in force, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-
-
 def _may_be_checkpointed() -> bool:
     """A cheap answer that is never wrongly no: walking the stack costs microseconds.
 
@@ -115,7 +116,7 @@ def _may_be_checkpointed() -> bool:
     return (
         not torch.is_grad_enabled()
         or torch._C._current_graph_task_id() != -1
-        or top_hooks() is not None
+        or top_hooks(True) is not None
     )
 
 

@@ -128,7 +128,7 @@ class saving:
         self._frames: dict[int, list[_Frame]] = {}
 
     def __enter__(self) -> saving:
-        frame = _Frame(self.handlers, top_hooks())
+        frame = _Frame(self.handlers, top_hooks(True))
         _push_hooks(frame.pack, frame.unpack)
         self._frames.setdefault(threading.get_ident(), []).append(frame)
         return self
@@ -156,7 +156,7 @@ def _take_off(frame: _Frame) -> None:
     Where one took ours before its time, its own pair is still there, and goes now.
     """
     above: list[Any] = []
-    while (top := top_hooks()) is not None:
+    while (top := top_hooks(True)) is not None:
         _pop_hooks()
         if _frame_of(top) is frame:
             break

@@ -7,13 +7,12 @@ because autograd saves other objects (detached, viewed) than those a user marks.
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
 
 from backstash.errors import DeviceError, DtypeError, LayoutError
 from backstash.recompute import top_hooks
@@ -25,44 +24,14 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
 class _Mark(NamedTuple):
     """Which rows of which view of a storage are real."""
 
-    storage: StorageWeakRef
     offset: int
     stride: int
     size: int
     rows: Tensor
 
 
-class _Marks:
-    """The marks by the address of their storage, which they do not keep alive.
-
-    The length of a storage that is gone is let go when the number of marks has doubled, so
-    that marking costs the same however many marks there are.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_address: dict[int, _Mark] = {}
-        self._sweep_at = _SWEEP_AT
-
-    def __bool__(self) -> bool:
-        return bool(self._by_address)
-
-    def add(self, mark: _Mark) -> None:
-        with self._lock:
-            if len(self._by_address) >= self._sweep_at:
-                marks = self._by_address.items()
-                self._by_address = {key: old for key, old in marks if not old.storage.expired()}
-                self._sweep_at = max(_SWEEP_AT, 2 * len(self._by_address))
-            self._by_address[mark.storage.cdata] = mark
-
-    def of(self, storage: StorageWeakRef) -> _Mark | None:
-        # While there is a weak reference, no other storage gets the address.
-        mark = self._by_address.get(storage.cdata)
-        return None if mark is None or mark.storage.expired() else mark
-
-
-_SWEEP_AT = 32
-_MARKS = _Marks()
+# Keyed by the storage, weakly: the mark and its length go when the storage goes.
+_MARKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = None) -> None:
@@ -105,7 +74,7 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
 
 def mark_rows(value: GroupedTensor) -> None:
     """Mark the buffers of a grouped tensor, if hooks are there to be told."""
-    if top_hooks() is not None:
+    if top_hooks(True) is not None:
         _mark_buffers(value)
 
 
@@ -113,7 +82,7 @@ def valid_rows(tensor: Tensor) -> Tensor | None:
     """The valid length that was marked for this buffer, or None."""
     if not _MARKS or tensor.ndim == 0 or not _has_rows(tensor):
         return None
-    mark = _MARKS.of(StorageWeakRef(tensor.untyped_storage()))
+    mark = _MARKS.get(tensor.untyped_storage())
     if mark is None:
         return None
     same_rows = tensor.shape[0] == mark.size and tensor.stride(0) * tensor.itemsize == mark.stride
@@ -139,11 +108,10 @@ def _mark(buffer: Tensor, rows: Tensor) -> None:
             f"{tuple(buffer.shape)} with strides {came}; mark a contiguous tensor whose "
             f"dimension 0 is the rows"
         )
-    storage = StorageWeakRef(buffer.untyped_storage())
     item = buffer.itemsize
     offset, stride = int(buffer.storage_offset()) * item, buffer.stride(0) * item
-    mark = _Mark(storage, offset, stride, len(buffer), rows.detach().reshape(1))
-    _MARKS.add(mark)
+    mark = _Mark(offset, stride, len(buffer), rows.detach().reshape(1))
+    _MARKS[buffer.untyped_storage()] = mark
 
 
 def _has_rows(tensor: Tensor) -> bool:

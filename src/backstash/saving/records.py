@@ -27,7 +27,6 @@ The hooks themselves are in :mod:`backstash.saving.hooks`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -49,6 +48,8 @@ from backstash.saving.slots import (
     Reference,
     WithParameters,
     Wrapper,
+    as_given,
+    layout_of,
 )
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
@@ -144,9 +145,9 @@ class _Packer:
 
 def _is_code(tensor: Tensor, *, ours: bool) -> bool:
     """Would a hook that compresses floats take this buffer of codes or scales for floats?"""
-    if not tensor.dtype.is_floating_point or tensor.ndim == 0 or tensor.stride(-1) != 1:
-        return False
-    return ours or tensor.itemsize == 1
+    if not tensor.dtype.is_floating_point or tensor.itemsize == 1:
+        return tensor.dtype.is_floating_point
+    return ours and tensor.ndim > 0 and tensor.stride(-1) == 1
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -167,29 +168,29 @@ def prepare_for_saving(*values: Any) -> tuple[tuple[Tensor | None, ...], Records
     """
     if torch.compiler.is_compiling():
         return _prepare_traced(values)
-    kinds = list(map(type, values))
-    plain = kinds.count(Tensor) + kinds.count(NoneType)
-    parameters = 0 if plain == len(values) else kinds.count(Parameter)
-    if plain + parameters != len(values) or _needs_care(values):
+    count = len(values)
+    kinds = [*map(type, values)]
+    layout = None if kinds.count(Tensor) == count else layout_of(tuple(kinds))
+    if _KEPT.data or (layout and (not layout.common or _compiled_around())):
         return _prepare_each(values)
-    if not parameters:
-        return values, AsGiven(len(values))
-    records = WithParameters(values, kinds)
-    pairs = zip(values, kinds, strict=True)
-    return tuple([value for value, kind in pairs if kind is not Parameter]), records
+    tensors = layout.tensors(values) if layout else values
+    # The name is spelled out: a constant is found faster than a global.
+    if [1 for value in tensors if hasattr(value, "is_distributed_weight")] or (
+        (count <= _SHORT or top_hooks(True) is not None) and _repeats(values)
+    ):
+        return _prepare_each(values)
+    if layout is None or layout.tensor_count == count:
+        return values, as_given(count)
+    return tensors, WithParameters(layout, values)
 
 
-def _needs_care(values: tuple[Any, ...]) -> bool:
-    """Does one of these tensors need more than to be saved as it is?
+def _repeats(values: tuple[Any, ...]) -> bool:
+    """Is a tensor given twice?
 
-    A tensor given twice does, wherever that can be noticed: autograd itself keeps a second
-    mention of a tensor for nothing and gives the one object back, so the look for repetitions
-    in long lists, half of the cost of this function, is left out while no hooks are there.
+    Asked wherever that can be noticed.  To look through a long list would be half of the cost
+    of saving it, and without hooks autograd keeps a second mention of a tensor for nothing
+    and gives the one object back.
     """
-    if _KEPT or [1 for value in values if getattr(value, _MARKER, False)]:
-        return True
-    if len(values) > _SHORT and top_hooks() is None:
-        return False
     given = [id(value) for value in values if value is not None]
     return len(set(given)) != len(given)
 
@@ -222,6 +223,8 @@ def restore_from_saved(records: Records, tensors: Sequence[Tensor | None]) -> tu
         ShapeError: ``tensors`` are not as many as were saved.
         ModifiedError: A value kept by reference was changed in place since.
     """
+    if type(records) is AsGiven and len(tensors) == records.tensor_count:
+        return tuple(tensors)
     if len(tensors) != records.tensor_count:
         raise ShapeError(
             f"{records.tensor_count} tensors were prepared for saving, got {len(tensors)} back; "

@@ -9,8 +9,11 @@ slot restores one kind of value.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,32 +42,63 @@ class AsGiven(Records):
     __slots__ = ()
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The value."""
+        """The tensors that came back."""
         return tuple(tensors)
 
 
+as_given = functools.lru_cache(maxsize=1024)(AsGiven)
+
+
 class WithParameters(Records):
-    """Parameters by reference among values that were saved as they were.
+    """Parameters by reference among values that were saved as they were."""
 
-    The common case of a module, so it is kept in lists that C code can walk.
-    """
+    __slots__ = ("merge", "parameters", "versions")
 
-    __slots__ = ("parameter_or_none", "parameters", "versions")
-
-    def __init__(self, values: tuple[Any, ...], kinds: list[type]) -> None:
-        pairs = zip(values, kinds, strict=True)
-        self.parameter_or_none = [v if kind is Parameter else None for v, kind in pairs]
-        self.parameters = [p for p in self.parameter_or_none if p is not None]
-        self.versions = [p._version for p in self.parameters]
-        super().__init__(len(values) - len(self.parameters))
+    def __init__(self, layout: Layout, values: tuple[Any, ...]) -> None:
+        self.tensor_count = layout.tensor_count
+        self.merge = layout.merge
+        self.parameters = layout.parameters(values)
+        self.versions = [*map(_version, self.parameters)]
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The value."""
-        if [p._version for p in self.parameters] != self.versions:
+        """The parameters and the tensors that came back, in the order of the values."""
+        if [*map(_version, self.parameters)] != self.versions:
             for parameter, version in zip(self.parameters, self.versions, strict=True):
                 _check_version(parameter, version)
-        following = iter(tensors)
-        return tuple([next(following) if p is None else p for p in self.parameter_or_none])
+        return self.merge((*self.parameters, *tensors))
+
+
+class Layout(NamedTuple):
+    """Where the parameters are among values of some types, as functions that run in C.
+
+    ``common`` says that there are only parameters, plain tensors and None.
+    """
+
+    parameters: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    merge: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    tensor_count: int
+    common: bool
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(kinds: tuple[type, ...]) -> Layout:
+    """The layout of values of these types; a module asks for the same one at every call."""
+    parameters = [i for i, kind in enumerate(kinds) if kind is Parameter]
+    others = [i for i, kind in enumerate(kinds) if kind is not Parameter]
+    place = {position: i for i, position in enumerate(parameters + others)}
+    merge = _picker([place[i] for i in range(len(kinds))])
+    common = {Tensor, Parameter, NoneType}.issuperset(kinds)
+    return Layout(_picker(parameters), _picker(others), merge, len(others), common)
+
+
+def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple([values[i] for i in indices])
+
+
+_version = operator.attrgetter("_version")
 
 
 class OneByOne(Records):
