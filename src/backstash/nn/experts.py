@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backstash.tensors import QuantizedTensor
+
 
 def draw_experts(weight_GNK: Tensor, bias_GN: Tensor | None) -> None:
     """Draw each expert's weight and bias as a ``Linear`` does, one expert after the other."""
@@ -42,9 +44,14 @@ def join_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 def split_experts(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters as ``{name}0`` and so on: views of the 3-D ones, one for each expert."""
-    return {
-        f"{name}{g}": expert
-        for name, parameter in module.named_parameters(recurse=False)
-        for g, expert in enumerate(parameter.detach().unbind(0))
-    }
+    """The parameters as ``{name}0`` and so on, one tensor for each expert.
+
+    They are views of the 3-D ones; of a weight that is kept in low precision, its values.
+    """
+    state = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        values = parameter.detach()
+        if isinstance(values, QuantizedTensor):
+            values = values.dequantize()
+        state |= {f"{name}{g}": expert for g, expert in enumerate(values.unbind(0))}
+    return state

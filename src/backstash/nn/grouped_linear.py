@@ -127,7 +127,9 @@ class GroupedLinear(Layer):
         self.save_original_input = save_original_input
         new = {"device": device, "dtype": dtype}
         self.weight = self.make_parameter((num_gemms, out_features, in_features), **new)
-        self.bias = self.make_parameter((num_gemms, out_features), **new) if bias else None
+        self.bias = (
+            torch.nn.Parameter(torch.empty(num_gemms, out_features, **new)) if bias else None
+        )
         self.register_load_state_dict_pre_hook(join_experts)
         self.reset_parameters()
 

@@ -164,8 +164,10 @@ class GroupedMLP(Layer):
         columns = preactivation_columns(activation, ffn_hidden_size)
         self.fc1_weight = self.make_parameter((num_gemms, columns, hidden_size), **new)
         self.fc2_weight = self.make_parameter((num_gemms, hidden_size, ffn_hidden_size), **new)
-        self.fc1_bias = self.make_parameter((num_gemms, columns), **new) if bias else None
-        self.fc2_bias = self.make_parameter((num_gemms, hidden_size), **new) if bias else None
+        fc1_bias = torch.empty(num_gemms, columns, **new)
+        fc2_bias = torch.empty(num_gemms, hidden_size, **new)
+        self.fc1_bias = torch.nn.Parameter(fc1_bias) if bias else None
+        self.fc2_bias = torch.nn.Parameter(fc2_bias) if bias else None
         self.register_load_state_dict_pre_hook(join_experts)
         self.reset_parameters()
 
