@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backstash.nn.module import QuantizedModule
 from backstash.recipes import autocast, recipe
 from backstash.train.model import Decoder, next_token_loss
 from backstash.train.plain import PlainDecoder
@@ -40,7 +41,13 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"shared_width": 16}, {"top_k": 1}, {"heads": 4, "kv_heads": 4}, {"experts": 1, "top_k": 1}],
+    [
+        {},
+        {"shared_width": 16},
+        {"top_k": 1},
+        {"heads": 4, "kv_heads": 4},
+        {"experts": 1, "top_k": 1},
+    ],
     ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_plain_twin(fields: dict[str, Any]) -> None:
@@ -85,23 +92,21 @@ def test_recomputed_layers_have_the_same_gradients(
         assert torch.equal(results[1][parameter], gradient), parameter
 
 
-def test_embedding_and_head_stay_in_high_precision() -> None:
-    seen: list[tuple[str, str]] = []
+def test_embedding_and_head_stay_in_high_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    capture = QuantizedModule.capture
 
+    def spy(self: QuantizedModule, linear: str = "") -> Any:
+        call = capture(self, linear)
+        seen[self.name or type(self).__name__] = call.recipe.name
+        return call
+
+    monkeypatch.setattr(QuantizedModule, "capture", spy)
     model = decoder()
-    formats = recipe("mxfp8")
-    for layer in (model.head, model.layers[0].qkv):
-        capture = layer.capture
-
-        def record(linear: str = "", capture: Any = capture, name: str = layer.name) -> Any:
-            call = capture(linear)
-            seen.append((name, call.recipe.name))
-            return call
-
-        layer.capture = record
-    with autocast(recipe=formats):
+    with autocast(recipe=recipe("mxfp8")):
         model(batch(model)[0])
-    assert seen == [("qkv", "mxfp8"), ("head", "high_precision")]
+    assert seen.pop("head") == "high_precision"
+    assert seen == dict.fromkeys(("qkv", "projection", "GroupedMLP"), "mxfp8")
 
 
 def test_no_position_sees_a_later_token() -> None:

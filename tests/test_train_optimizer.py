@@ -1,4 +1,4 @@
-"""Masters take the small steps that low-precision weights cannot, and the rate follows its curve."""
+"""Masters take the steps that bfloat16 weights cannot, and the rate follows its curve."""
 
 from __future__ import annotations
 

@@ -19,10 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 import tyro
 
 from backstash import device
 from backstash.errors import BackstashError, ConfigError, DataError
+from backstash.formats import Usage
+from backstash.recipes import recipe, recipe_names
 from backstash.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -121,9 +124,17 @@ def estimate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Say what this machine can run."""
+    """Say what this machine can run, and how it runs each recipe."""
     _refuse_options("check", arguments)
     print(device.describe())
+    units = device.matrix_units(device.default_device())
+    for name in recipe_names():
+        format = recipe(name).input
+        bits = 8 * format.saved_bytes(1024, 1024, torch.float32, Usage.COLUMNWISE) / 1024**2
+        has_unit = any(name.startswith(unit) for unit in units)
+        unit = "" if name == "high_precision" else f", matrix unit: {'yes' if has_unit else 'no'}"
+        kept = "the layer's dtype" if name == "high_precision" else f"{bits:.2f} bits a value"
+        print(f"recipe   {name}: runs; inputs kept in {kept}{unit}")
     return 0
 
 

@@ -120,7 +120,9 @@ def saved_bytes_of_twins(trainer: Trainer, batch: Batch) -> dict[str, int]:
 def plain_twin(model: Decoder, config: ModelConfig) -> PlainDecoder:
     """Return the same model, with the same weights, in plain PyTorch."""
     parameter = next(model.parameters())
-    plain = PlainDecoder(config, dtype=parameter.dtype).to(parameter.device)
+    # Its first weights are drawn and thrown away; nobody else's draws may move for that.
+    with torch.random.fork_rng(devices=[]):
+        plain = PlainDecoder(config, dtype=parameter.dtype).to(parameter.device)
     state = model.state_dict()
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     return plain
