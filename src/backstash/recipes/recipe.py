@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import fnmatch
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from backstash.errors import RecipeError
@@ -93,7 +93,8 @@ class Recipe:
         if self.preactivation.stateful:
             raise RecipeError(_NOT_LEARNT)
         patterns = self.keep_high_precision
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_sequence or not all(isinstance(p, str) for p in patterns):
             raise RecipeError(
                 f"keep_high_precision must be a tuple of name patterns such as ('*.head',), got "
                 f"{patterns!r}"
@@ -106,7 +107,7 @@ class Recipe:
         Raises:
             RecipeError: The function of a custom recipe gave something else.
         """
-        if role.name and any(fnmatch.fnmatch(role.name, p) for p in self.keep_high_precision):
+        if role.name and any(fnmatch.fnmatchcase(role.name, p) for p in self.keep_high_precision):
             return HIGH_PRECISION
         if self.choose is None:
             return getattr(self, role.operand.value)
@@ -213,11 +214,15 @@ def _check_options(options: dict[str, Any]) -> None:
         "most_recent": (bool, lambda value: True, "True or False"),
         "epsilon": ((int, float), lambda value: 0 <= value < float("inf"), "zero or more"),
         "history": (int, lambda value: value >= 1, "a whole number of steps, at least 1"),
-        "margin": (int, lambda value: True, "a whole number of powers of two"),
+        "margin": (int, lambda value: abs(value) <= 64, "a whole number of powers of two, to 64"),
     }
     for key, (kind, holds, words) in wanted.items():
-        value = options.get(key)
-        if key in options and not (isinstance(value, kind) and holds(value)):
+        if key not in options:
+            continue
+        value = options[key]
+        # To Python, True is a whole number too.
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not (is_kind and holds(value)):
             raise RecipeError(f"{key} must be {words}, got {value!r}")
 
 
