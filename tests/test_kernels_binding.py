@@ -1,0 +1,35 @@
+"""Which program runs behind a name, and that nothing is asked where there is no choice."""
+
+from __future__ import annotations
+
+import torch
+
+from backstash import kernels
+from backstash.kernels import binding, reference
+
+
+def test_without_triton_a_name_is_the_reference_itself(monkeypatch):
+    monkeypatch.setattr(binding, "HAS_TWINS", False)
+    assert binding.by_device(kernels.mx_block_ends, "cast") is kernels.mx_block_ends
+
+
+def test_a_tensor_on_the_cpu_goes_to_the_reference():
+    def wanted(x, *, by):
+        """Multiply."""
+        return x * by
+
+    def refused(x, *, by):
+        raise RuntimeError("the twin was called")
+
+    operation = binding.choosing(wanted, refused)
+    assert torch.equal(operation(torch.ones(2), by=3), torch.full((2,), 3.0))
+    assert operation.__doc__ == "Multiply."
+
+
+def test_every_operation_keeps_the_name_and_the_words_of_its_reference():
+    assert reference.__doc__
+    for name in kernels.__all__:
+        operation = getattr(kernels, name)
+        if callable(operation):
+            assert operation.__name__ == name
+            assert operation.__doc__
