@@ -23,20 +23,20 @@ def wanted(*, fc1: bool = False, fc2: bool = False) -> Wanted:
 
 def test_the_last_weight_alone_needs_nothing_of_the_first_matmul() -> None:
     last = wanted(fc2=True)
-    assert (last.h, last.fc1, last.fc2) == (NO, Needs.NOTHING, Needs.WEIGHT)
+    assert (last.h, last.fc1, last.fc2) == (NO, Needs(NO, NO, NO), Needs(NO, YES, NO))
 
 
 def test_the_first_weight_needs_the_gradient_through_the_last() -> None:
     first = wanted(fc1=True)
-    assert (first.h, first.fc1, first.fc2) == (YES, Needs.WEIGHT, Needs.INPUT)
+    assert (first.h, first.fc1, first.fc2) == (YES, Needs(NO, YES, NO), Needs(YES, NO, NO))
 
 
 @pytest.mark.parametrize("of", ["x", "prob"])
 def test_rows_and_their_weights_need_the_gradient_through_the_last(of: str) -> None:
     rows = Wanted(of == "x", of == "prob", Weights(NO, NO, NO, NO))
     assert rows.h
-    assert rows.fc2 is Needs.INPUT
-    assert rows.fc1 is (Needs.INPUT if of == "x" else Needs.NOTHING)
+    assert rows.fc2 == Needs(YES, NO, NO)
+    assert rows.fc1 == Needs(of == "x", NO, NO)
 
 
 @pytest.mark.parametrize("activation", kernels.ACTIVATIONS)

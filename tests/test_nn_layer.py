@@ -115,6 +115,16 @@ def test_autocast_leaves_float64_alone() -> None:
         assert module(torch.randn(2, H, dtype=torch.float64)).dtype is torch.float64
 
 
+@pytest.mark.parametrize("build", [Linear, LayerNormLinear, LayerNormMLP])
+def test_shapes_can_be_had_without_memory(build: Any) -> None:
+    x = torch.empty(2, 3, H, device="meta", requires_grad=True)
+    y = build(H, N, device="meta")(x)
+    y.sum().backward()
+    assert y.shape[:2] == (2, 3)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 def call(module: Any, x: Any) -> Any:
     grouped = isinstance(module, GroupedLinear | GroupedMLP)
     return module(x, [1] * G) if grouped else module(x)

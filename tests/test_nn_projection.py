@@ -182,7 +182,7 @@ def test_a_compiled_layer_gives_the_same_bits(case: Case) -> None:
         assert torch.equal(a, b)
 
 
-def test_needs_follow_the_order_in_which_autograd_lists_them() -> None:
-    assert Needs.of((True, False, False)) is Needs.INPUT
-    assert Needs.of((False, True, True)) == Needs.WEIGHT | Needs.BIAS
-    assert Needs.of((False, False, False)) is Needs.NOTHING
+def test_only_a_bias_can_be_trained_without_a_matmul_in_backward() -> None:
+    assert not Needs(False, False, True).matmul
+    assert Needs(True, False, False).matmul
+    assert Needs(False, True, False).matmul

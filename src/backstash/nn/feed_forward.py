@@ -57,11 +57,11 @@ class Wanted:
 
     @property
     def fc1(self) -> Needs:
-        return Needs.of((self.x, self.weights.fc1_weight, self.weights.fc1_bias))
+        return Needs(self.x, self.weights.fc1_weight, self.weights.fc1_bias)
 
     @property
     def fc2(self) -> Needs:
-        return Needs.of((self.h, self.weights.fc2_weight, self.weights.fc2_bias))
+        return Needs(self.h, self.weights.fc2_weight, self.weights.fc2_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FeedForward:
         if weights.fc2_bias is not None and rows.prob_T is not None:
             bias_TH = _bias_rows(y_TH, weights.fc2_bias, rows)
             y_TH = y_TH + (bias_TH * _valid(rows.prob_T, rows).unsqueeze(1)).to(y_TH.dtype)
-        if not wanted.h and Needs.WEIGHT not in wanted.fc2:
+        if not wanted.fc2.matmul:
             return y_TH, None
         return y_TH, self.fc1.call.keep_preactivation(h_TF, rows.ends_G)
 
@@ -104,7 +104,7 @@ class FeedForward:
             a_TI = kernels.activate(h_TF, rows.prob_T, self.activation)
             return self.fc2.call.columns(Operand.INPUT, a_TI, rows.ends_G)
 
-        needs = wanted.fc2 if rows.prob_T is None else wanted.fc2 & ~Needs.BIAS
+        needs = wanted.fc2 if rows.prob_T is None else wanted.fc2._replace(bias=False)
         fc2 = self.fc2.backward(dy_TH, weights.fc2_weight, read_a, needs, rows.ends_G)
         fc2_bias = fc2.bias
         if rows.prob_T is not None and wanted.weights.fc2_bias:

@@ -49,18 +49,17 @@ class _GroupedLinear(torch.autograd.Function):
         plan: Plan,
     ) -> Tensor:
         projection = plan.projection
-        needs = Needs.of(ctx.needs_input_grad[:3])
-        keeps_columns = Needs.WEIGHT in needs and plan.keep is Keep.COLUMNS
+        needs = Needs(*ctx.needs_input_grad[:3])
+        keeps_columns = needs.weight and plan.keep is Keep.COLUMNS
         # Only whole rows one after another have a valid prefix that can be kept alone.
         x_TK = as_rows(x).contiguous()
         x_rows, kept = projection.call.input_pair(x_TK, ends_G, keep=keeps_columns)
         y_TN = projection.forward(x_rows, weight, bias, ends_G)
-        if Needs.WEIGHT in needs and plan.keep is Keep.ORIGINAL:
+        if needs.weight and plan.keep is Keep.ORIGINAL:
             overflow = ends_G[-1:] > len(x_TK)
             kept = GroupedTensor.from_parts(x, ends_G, overflow) if x_TK is x else x
         if plan.keep is not Keep.NOTHING:
-            has_matmul = needs & (Needs.INPUT | Needs.WEIGHT)
-            save_for_backward(ctx, kept, weight if has_matmul else None, ends_G)
+            save_for_backward(ctx, kept, weight if needs.matmul else None, ends_G)
         ctx.plan = plan
         y = y_TN.view(*x.shape[:-1], y_TN.shape[1])
         if out is None:
@@ -83,7 +82,7 @@ class _GroupedLinear(torch.autograd.Function):
             x = kept.data if isinstance(kept, GroupedTensor) else kept
             return call.columns(Operand.INPUT, as_rows(x), ends_G)
 
-        needs = Needs.of(ctx.needs_input_grad[:3])
+        needs = Needs(*ctx.needs_input_grad[:3])
         grads = plan.projection.backward(as_rows(dy), weight, read_x, needs, ends_G)
         dx = None if grads.x is None else grads.x.view(*dy.shape[:-1], grads.x.shape[1])
         return dx, grads.weight, grads.bias, None, None, None

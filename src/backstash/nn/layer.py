@@ -101,7 +101,7 @@ class Layer(QuantizedModule):
                 "move one of them"
             )
         # Autocast leaves float64 alone, and so does a layer.
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        if _autocasts(x.device) and x.dtype is not torch.float64:
             return torch.get_autocast_dtype(x.device.type)
         if x.dtype != weight.dtype:
             raise DtypeError(
@@ -113,6 +113,10 @@ class Layer(QuantizedModule):
 
 def _learns_input_scale(call: Call) -> bool:
     return any(call.format(Operand.INPUT, phase).stateful for phase in Phase)
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ def outside_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(ctx: Any, first: Tensor, *rest: Any) -> Any:
-        if not torch.is_autocast_enabled(first.device.type):
+        if not _autocasts(first.device):
             return method(ctx, first, *rest)
         with torch.autocast(first.device.type, enabled=False):
             return method(ctx, first, *rest)

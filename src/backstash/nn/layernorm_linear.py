@@ -36,7 +36,7 @@ class Plan:
 
     def needs(self, needed: tuple[bool, ...]) -> Needs:
         """What the matmul must give for (x, norm weight, norm bias, weight, bias)."""
-        return Needs.of((any(needed[:3]), needed[3], needed[4]))
+        return Needs(any(needed[:3]), needed[3], needed[4])
 
 
 class _LayerNormLinear(torch.autograd.Function):
@@ -57,9 +57,8 @@ class _LayerNormLinear(torch.autograd.Function):
         x_rows = projection.call.rows(Operand.INPUT, normalized_TH.to(projection.dtype))
         y_TN = projection.forward(x_rows, weight, bias)
         if plan.keep is not Keep.NOTHING:
-            reads_x = needs & (Needs.INPUT | Needs.WEIGHT)
             values = (x, statistics.mean, statistics.rstd, norm_weight, norm_bias, weight)
-            save_for_backward(ctx, *(values if reads_x else (None,) * len(values)))
+            save_for_backward(ctx, *(values if needs.matmul else (None,) * len(values)))
         ctx.plan = plan
         y = y_TN.view(*x.shape[:-1], y_TN.shape[1])
         return (y, normalized_TH.view(x.shape)) if plan.returns_normalized else (y,)

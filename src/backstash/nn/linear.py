@@ -37,15 +37,14 @@ class _Linear(torch.autograd.Function):
     @outside_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         projection = plan.projection
-        needs = Needs.of(ctx.needs_input_grad[:3])
-        keeps_columns = Needs.WEIGHT in needs and plan.keep is Keep.COLUMNS
+        needs = Needs(*ctx.needs_input_grad[:3])
+        keeps_columns = needs.weight and plan.keep is Keep.COLUMNS
         x_rows, kept = projection.call.input_pair(as_rows(x), keep=keeps_columns)
         y_TN = projection.forward(x_rows, weight, bias)
-        if Needs.WEIGHT in needs and plan.keep is Keep.ORIGINAL:
+        if needs.weight and plan.keep is Keep.ORIGINAL:
             kept = x
         if plan.keep is not Keep.NOTHING:
-            has_matmul = needs & (Needs.INPUT | Needs.WEIGHT)
-            save_for_backward(ctx, kept, weight if has_matmul else None)
+            save_for_backward(ctx, kept, weight if needs.matmul else None)
         ctx.plan = plan
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
@@ -62,7 +61,7 @@ class _Linear(torch.autograd.Function):
                 return call.columns(Operand.INPUT, as_rows(kept))
             return call.kept_columns(kept)
 
-        needs = Needs.of(ctx.needs_input_grad[:3])
+        needs = Needs(*ctx.needs_input_grad[:3])
         grads = plan.projection.backward(as_rows(dy), weight, read_x, needs)
         dx = None if grads.x is None else grads.x.view(*dy.shape[:-1], grads.x.shape[1])
         return dx, grads.weight, grads.bias, None

@@ -18,8 +18,8 @@ Letters: T rows, K input features, N output features, G groups.
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,22 +37,17 @@ from backstash.weights.protocol import (
 )
 
 
-class Needs(enum.Flag):
-    """Which gradients of a projection somebody waits for."""
+class Needs(NamedTuple):
+    """Which gradients of a projection somebody waits for, as autograd lists its inputs."""
 
-    NOTHING = 0
-    INPUT = enum.auto()
-    WEIGHT = enum.auto()
-    BIAS = enum.auto()
+    x: bool
+    weight: bool
+    bias: bool
 
-    @classmethod
-    def of(cls, needed: Sequence[bool]) -> Needs:
-        """From whether input, weight and bias need a gradient, as autograd lists them."""
-        wanted = cls.NOTHING
-        for flag, is_needed in zip(cls, needed, strict=True):
-            if is_needed:
-                wanted |= flag
-        return wanted
+    @property
+    def matmul(self) -> bool:
+        """Whether backward multiplies anything; a bias gradient is only a sum."""
+        return self.x or self.weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Projection:
         be long after this call.
         """
         dy_rows, dy_columns = self._gradient_values(dy_TN, needs, ends_G)
-        dbias = self._bias_gradient(dy_TN, ends_G) if Needs.BIAS in needs else None
+        dbias = self._bias_gradient(dy_TN, ends_G) if needs.bias else None
         dx = None if dy_rows is None else self._input_gradient(dy_rows, weight, ends_G)
         del dy_rows
         if dy_columns is None:
@@ -114,11 +109,11 @@ class Projection:
     def _gradient_values(
         self, dy_TN: Tensor, needs: Needs, ends_G: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        if Needs.INPUT in needs and Needs.WEIGHT in needs:
+        if needs.x and needs.weight:
             return self.call.gradient_pair(dy_TN, ends_G)
-        if Needs.INPUT in needs:
+        if needs.x:
             return self.call.rows(Operand.GRADIENT, dy_TN, ends_G), None
-        if Needs.WEIGHT in needs:
+        if needs.weight:
             return None, self.call.columns(Operand.GRADIENT, dy_TN, ends_G)
         return None, None
 
