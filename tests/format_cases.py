@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def quantized(
     *,
     shape: tuple[int, ...] = (33, 40),
     dtype: torch.dtype = torch.float32,
-) -> QuantizedTensor:
+) -> Any:
     """Random values in a format; a learnt scale is not one, so that losing it shows."""
     x = torch.randn(shape).to(dtype)
     if ends is not None:
@@ -32,12 +34,12 @@ def quantized(
     return format.quantize(x, usage, scale=scale)
 
 
-def parts(q: QuantizedTensor) -> dict[str, torch.Tensor]:
+def parts(q: Any) -> dict[str, torch.Tensor]:
     """All that a quantized tensor holds, by name."""
     return q.buffers | ({} if q.ends_G is None else {"ends_G": q.ends_G})
 
 
-def assert_identical(got: torch.Tensor, wanted: QuantizedTensor) -> None:
+def assert_identical(got: Any, wanted: Any) -> None:
     """The same class, kind and bytes."""
     assert isinstance(got, QuantizedTensor)
     for name in ("format", "usage", "shape", "dtype", "device", "requires_grad"):
@@ -47,6 +49,6 @@ def assert_identical(got: torch.Tensor, wanted: QuantizedTensor) -> None:
         torch.testing.assert_close(parts(got)[name], buffer, rtol=0, atol=0)
 
 
-def pointers(q: QuantizedTensor) -> set[int]:
+def pointers(q: Any) -> set[int]:
     """Where the bytes of a quantized tensor lie."""
     return {buffer.data_ptr() for buffer in parts(q).values()}

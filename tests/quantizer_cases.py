@@ -56,7 +56,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 def special_matrix(special: list[float], shape: tuple[int, int] = (33, 65)) -> Tensor:
     """``special`` over and over: each of its values is in most blocks."""
-    return torch.tensor(np.resize(np.float32(special), shape))
+    return torch.tensor(np.resize(np.asarray(special, np.float32), shape))
 
 
 def matrix(x: Tensor) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Each operation of the table does what its name says; every other one raises."""
 
+# pyright: reportPrivateImportUsage=false
+
 import itertools
 
 import pytest

@@ -142,7 +142,10 @@ WRONG_COUNTS = {
 
 @pytest.mark.parametrize(("ends", "error", "message"), WRONG_ENDS.values(), ids=WRONG_ENDS.keys())
 def test_wrong_ends_are_refused(ends, error, message):
-    for make in (lambda: GroupedTensor(torch.zeros(7, 3), ends), lambda: as_ends(ends, "cpu")):
+    for make in (
+        lambda: GroupedTensor(torch.zeros(7, 3), ends),
+        lambda: as_ends(ends, torch.device("cpu")),
+    ):
         with pytest.raises(error, match=message) as caught:
             make()
         assert isinstance(caught.value, BackstashError)
@@ -180,4 +183,4 @@ def test_a_matrix_quantized_without_its_groups_is_refused():
 def test_a_grouped_tensor_cannot_be_changed():
     grouped = GroupedTensor(torch.zeros(7, 3), [7])
     with pytest.raises(AttributeError):
-        grouped.data = torch.ones(7, 3)
+        grouped.data = torch.ones(7, 3)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,7 @@
 """Writing into a quantized tensor: decode, change in float32, quantize into the same bytes."""
 
+# pyright: reportPrivateImportUsage=false
+
 import copy
 
 import pytest

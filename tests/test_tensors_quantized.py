@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from backstash.errors import LayoutError, UnsupportedOpError
 from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, Code, Usage
@@ -147,7 +148,7 @@ def test_a_tensor_can_be_taken_apart_and_put_together(format, usage, ends):
 
 
 def test_torch_knows_it_as_a_traceable_subclass():
-    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(quantized(MXFP8))
+    assert is_traceable_wrapper_subclass(quantized(MXFP8))
 
 
 # --- keeping -----------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def cast_case(code: str) -> Json:
     """Every boundary between two codes and its float32 neighbours, with both signs."""
     middle = definitions.midpoints(code).astype(np.float32)
     beside = [np.nextafter(middle, np.float32(end)) for end in (0, np.inf)]
-    x = np.concatenate([beside[0], middle, beside[1], np.float32(CORNERS)])
+    x = np.concatenate([beside[0], middle, beside[1], np.asarray(CORNERS, np.float32)])
     x = np.concatenate([x, -x])
     return {"values": float_text(x), "codes": byte_text(definitions.encode(x, code))}
 
@@ -111,7 +111,7 @@ def delayed_case(code: str, history: int, *, most_recent: bool) -> Json:
     """A history of ``history`` steps, from zeros and a scale of one, after each step."""
     amaxes = [3.0, 0.0, 100.0, 7.0, 5.0, np.inf, 2.0, 1.0, 0.5, 2.0**-149, 0.25, 0.1]
     slots, scale, steps = [0.0] * history, 1.0, []
-    for amax in np.float32(amaxes).tolist():
+    for amax in np.asarray(amaxes, np.float32).tolist():
         slots, scale = definitions.delayed_update(
             slots, scale, amax, definitions.LARGEST[code], most_recent=most_recent
         )
