@@ -137,6 +137,25 @@ def test_a_full_weight_of_the_wrong_size_is_refused() -> None:
         module(torch.ones(2, H))
 
 
+def test_a_shard_may_have_any_shape_of_its_own() -> None:
+    class Flat(Shard):
+        def materialize_group_for_forward(self) -> Tensor:
+            return self.detach().view(N, H)
+
+        materialize_group_for_backward = materialize_group_for_forward  # pyright: ignore
+
+        def finalize_group_grads(self, wgrads: Tensor) -> Tensor:
+            return wgrads.flatten()
+
+    plain, module = Linear(H, N), Linear(H, N)
+    module.load_state_dict(plain.state_dict())
+    module.weight = Flat(module.weight.detach().flatten()).listen()
+    x = torch.randn(3, H)
+    for one in (plain, module):
+        one(x).square().sum().backward()
+    assert torch.equal(module.weight.grad.view(N, H), plain.weight.grad)  # pyright: ignore
+
+
 def test_a_buffer_of_the_wrong_shape_is_refused() -> None:
     class Wrong(Shard):
         def grad_buffer(self) -> Tensor:

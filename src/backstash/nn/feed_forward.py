@@ -51,6 +51,10 @@ class Wanted:
     prob: bool
     weights: Weights
 
+    @classmethod
+    def nothing(cls) -> Wanted:
+        return cls(False, False, Weights(False, False, False, False))
+
     @property
     def h(self) -> bool:
         return self.x or self.prob or self.weights.fc1_weight or self.weights.fc1_bias

@@ -45,6 +45,8 @@ class Plan:
 
     def wanted(self, needed: tuple[bool, ...]) -> Wanted:
         """What the matmuls must give for (x, routing weights, weights...)."""
+        if self.keep is Keep.NOTHING:
+            return Wanted.nothing()
         return Wanted(needed[0], needed[1], Weights(*needed[2:6]))
 
 
@@ -67,7 +69,7 @@ class _GroupedMLP(torch.autograd.Function):
         x_TH = as_rows(x)
         # Only whole rows one after another have a valid prefix that can be kept alone.
         x_RH = x_TH.contiguous() if source_R is None else kernels.permute(x_TH, source_R)
-        reads_x = wanted.weights.fc1_weight and plan.keep is not Keep.NOTHING
+        reads_x = wanted.weights.fc1_weight
         x_rows, kept = fc1.call.input_pair(x_RH, ends_G, keep=reads_x and source_R is None)
         del x_RH
         y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)

@@ -41,6 +41,8 @@ class Plan:
 
     def wanted(self, needed: tuple[bool, ...]) -> Wanted:
         """What the matmuls must give for (x, norm weight, norm bias, weights...)."""
+        if self.keep is Keep.NOTHING:
+            return Wanted.nothing()
         return Wanted(any(needed[:3]), False, Weights(*needed[3:7]))
 
 

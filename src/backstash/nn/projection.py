@@ -72,7 +72,7 @@ class Projection:
     ) -> Tensor:
         """Multiply values that are already as the matmul reads them (``call.input_pair``)."""
         full = materialize_weight_for_forward(weight)[0]
-        _check_full(full, x_rows.shape[-1], weight)
+        _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
         w_rows = self._weight_values(self.call.rows, full)
         if ends_G is None:
             return F.linear(x_rows, w_rows, None if bias is None else bias.to(self.dtype))
@@ -147,10 +147,10 @@ def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype == dtype else weight.to(dtype)
 
 
-def _check_full(full: Tensor, in_features: int, weight: Tensor) -> None:
-    if full.shape[-1] != in_features or full.ndim != weight.ndim:
+def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:
+    if (full.shape[-1], full.ndim) != wanted:
         raise ShapeError(
-            f"the weight to multiply with must have {in_features} input features and "
-            f"{weight.ndim} dimensions, got {tuple(full.shape)} from {type(weight).__name__}; "
+            f"the weight to multiply with must have {wanted[0]} input features and "
+            f"{wanted[1]} dimensions, got {tuple(full.shape)} from {type(weight).__name__}; "
             "materialize_group_for_forward must give the full weight"
         )
