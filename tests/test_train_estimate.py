@@ -21,6 +21,7 @@ RECIPES = ("high_precision", "mxfp8", "float8_current", "float8_delayed")
 SIZES: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared": {"shared_width": 24},
+    "balanced": {"balance_loss": 0.1},
     "one expert a token": {"top_k": 1, "experts": 5},
     "no grouped heads": {"heads": 3, "kv_heads": 3, "hidden": 20},
     "wide": {"hidden": 40, "expert_width": 72, "layers": 1, "context": 33},

@@ -42,7 +42,7 @@ def write_text(folder: Path, *, documents: int = 24) -> Path:
 def small_model(**fields: Any) -> ModelConfig:
     sizes: dict[str, Any] = {
         **{"context": 16, "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 1, "head_width": 8},
-        **{"experts": 4, "expert_width": 16, "balance_speed": 0.01},
+        **{"experts": 4, "expert_width": 16, "balance_speed": 0.01, "balance_loss": 0.0},
     }
     return ModelConfig(**(sizes | fields))
 

@@ -43,11 +43,21 @@ def attend(qkv_BSF: Tensor, table_2SD: Tensor, *, heads: int, kv_heads: int) -> 
     q, k = rotate(q, table_2SD), rotate(k, table_2SD)
     # Saved values that are views keep all of qkv alive; a copy of the few value heads does not.
     v = v.contiguous()
+    if repeats_heads(q.dtype, q.device.type):
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     out_BNSD = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         is_causal=True,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=k.shape[2] != heads,
     )
     return out_BNSD.transpose(1, 2).flatten(2)
+
+
+def repeats_heads(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether keys and values are copied for each query head that shares them.
+
+    In float32, the GPU kernels that keep no S x S scores want as many key as query heads.
+    """
+    return device_type == "cuda" and dtype == torch.float32

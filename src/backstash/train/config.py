@@ -68,7 +68,7 @@ class ModelConfig:
     """Longest wavelength of the rotary embedding, in tokens over 2 pi."""
     balance_speed: float = 0.001
     """Step of the routing bias that evens out the experts; 0 leaves it alone."""
-    balance_loss: float = 0.0
+    balance_loss: float = 0.01
     """Weight of the auxiliary loss that evens out the experts; 0 for none."""
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class OptimizerConfig:
         ConfigError: a value is not a finite number in its range.
     """
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Learning rate at the end of the warm-up."""
     final_ratio: float = 0.1
     """Learning rate of the last step, as a part of the highest."""

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from backstash.device import default_device
 from backstash.formats import Format, Usage
 
+from .attention import repeats_heads
 from .config import ModelConfig, TrainConfig
 from .metrics import mebibytes
 
@@ -107,11 +109,17 @@ def _attention_bytes(config: TrainConfig) -> int:
     stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
     features = model.heads * model.head_width
     # Queries and output, keys and values, and a log-sum-exp for each head and token.
-    width = 2 * features + 2 * model.kv_heads * model.head_width
+    width = 2 * features + 2 * _kept_kv_heads(config) * model.head_width
     attention = tokens * (width * _itemsize(config) + model.heads * _FLOAT32)
     # A learnt scale is used once, so the matmul after attention keeps columns of its own.
     own = _columns(config, tokens, features) if config.formats.input.stateful else 0
     return stream + attention + own
+
+
+def _kept_kv_heads(config: TrainConfig) -> int:
+    kind = default_device().type if config.device == "auto" else config.device.partition(":")[0]
+    is_repeated = repeats_heads(getattr(torch, config.dtype), kind)
+    return config.model.heads if is_repeated else config.model.kv_heads
 
 
 def _mixture_bytes(config: TrainConfig) -> int:
@@ -123,6 +131,8 @@ def _mixture_bytes(config: TrainConfig) -> int:
     # Choice, slot and source of each row; its weight before and after normalization.
     weights = 2 if model.top_k > 1 else 1
     routing = rows * (3 * _INT64 + weights * _FLOAT32)
+    # The shares of the balance loss, and the number of tokens they are divided by.
+    routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
     hidden = _preactivation(config, rows, 2 * width, model.experts)
     return stream + normalized + scores + routing + hidden + _marks(model.experts)
 

@@ -21,8 +21,8 @@ def demo() -> TrainConfig:
         save_every=50,
         account=True,
         preactivation="mxfp8",
-        model=ModelConfig(layers=3, expert_width=128, balance_speed=0.01, balance_loss=0.01),
-        optimizer=OptimizerConfig(learning_rate=4e-3),
+        model=ModelConfig(layers=3, balance_speed=0.01),
+        optimizer=OptimizerConfig(learning_rate=2e-3),
     )
 
 
@@ -47,7 +47,6 @@ def tiny() -> TrainConfig:
             expert_width=32,
             shared_width=32,
         ),
-        optimizer=OptimizerConfig(),
     )
 
 
@@ -58,6 +57,7 @@ def small() -> TrainConfig:
         steps=5000,
         batch=32,
         dtype="bfloat16",
+        preactivation="mxfp8",
         evaluate_every=250,
         save_every=250,
         model=ModelConfig(
