@@ -21,9 +21,17 @@ def test_a_tensor_on_the_cpu_goes_to_the_reference():
     def refused(x, *, by):
         raise RuntimeError("the twin was called")
 
-    operation = binding.choosing(wanted, refused)
+    operation = binding.choosing(wanted, refused, binding.ANY_GPU)
     assert torch.equal(operation(torch.ones(2), by=3), torch.full((2,), 3.0))
     assert operation.__doc__ == "Multiply."
+
+
+def test_of_several_tensors_the_first_says_where_to_run():
+    def wanted(tensors):
+        return len(tensors)
+
+    operation = binding.choosing(wanted, wanted, binding.ANY_GPU)
+    assert operation([torch.ones(2), torch.ones(3)]) == 2
 
 
 def test_every_operation_keeps_the_name_and_the_words_of_its_reference():

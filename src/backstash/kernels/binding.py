@@ -3,7 +3,7 @@
 Which operations have a twin is written down, one line each, in ``backstash.kernels``; nothing
 is tried and caught.  A twin is bound when the package is imported: where torch was built
 without CUDA, or Triton is not there, the name *is* the reference and a call costs nothing
-more.  Where both are there, a call asks for the device of its first tensor.
+more.  Where both are there, a call asks for the device of its first argument.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ R = TypeVar("R")
 
 #: Whether twins can be built at all: Triton compiles for the CUDA that torch was built with.
 HAS_TWINS = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
-#: The first compute capability that casts to float8 in hardware, as the twins do.
-FIRST_CAPABILITY = (8, 9)
+#: The first compute capabilities that Triton compiles for, and that cast to float8.
+ANY_GPU = (7, 5)
+FLOAT8_GPU = (8, 9)
 
 
-def by_device(reference: Callable[P, R], file: str) -> Callable[P, R]:
+def by_device(
+    reference: Callable[P, R], file: str, first_capability: tuple[int, int] = ANY_GPU
+) -> Callable[P, R]:
     """Bind ``reference`` and the function of its name in ``backstash.kernels.{file}``.
 
-    The operation's first argument is a tensor, given by position; it says where to run.
+    The operation's first argument, given by position, is a tensor or a sequence of some on
+    one device; it says where to run.  A GPU older than ``first_capability`` runs the reference.
     """
     if not HAS_TWINS:
         return reference
     twin = getattr(importlib.import_module(f"backstash.kernels.{file}"), reference.__name__)
-    return choosing(reference, twin)
+    return choosing(reference, twin, first_capability)
 
 
-def choosing(reference: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
-    """The operation that asks its first tensor which of the two to run."""
+def choosing(
+    reference: Callable[P, R], twin: Callable[P, R], first_capability: tuple[int, int]
+) -> Callable[P, R]:
+    """The operation that asks its first argument which of the two to run."""
 
     @functools.wraps(reference)
-    def operation(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not takes_twins(first):
+    def operation(first: Any, *args: Any, **kwargs: Any) -> Any:
+        x = first if isinstance(first, torch.Tensor) else first[0]
+        if not x.is_cuda or torch.cuda.get_device_capability(x.device) < first_capability:
             return reference(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         # Triton launches on the current device, whatever device its arguments are on.
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(x.device):
             return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     return cast("Callable[P, R]", operation)
-
-
-def takes_twins(x: torch.Tensor) -> bool:
-    """Say if Triton kernels run on the device that ``x`` is on."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= FIRST_CAPABILITY
