@@ -107,5 +107,5 @@ def assert_gradients(found: Sequence[Tensor | None], expected: Sequence[Tensor |
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The norm of the difference over the norm of what was expected."""
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm())
+    difference = (found.detach().double() - expected.detach().double()).norm()
+    return float(difference / expected.detach().double().norm())
