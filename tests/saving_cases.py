@@ -42,7 +42,7 @@ def _parameter() -> nn.Parameter:
 
 def _distributed() -> Tensor:
     weight = values_2d().as_subclass(ShardedTensor).requires_grad_()
-    weight.note = "mine"
+    weight.note = "mine"  # pyright: ignore[reportAttributeAccessIssue]
     return weight
 
 
@@ -291,6 +291,12 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 def leaf() -> Tensor:
     return torch.ones(3, requires_grad=True)
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """The gradient, which must be there."""
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def hook_stack_is_empty() -> bool:

@@ -14,7 +14,8 @@ from backstash.nn.call import Call
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Role, Step
 from backstash.tensors import QuantizedTensor
 
-NAMES = bs.recipe_names()
+#: Recipes whose values are the same each time; stochastic rounding is tested with its format.
+NAMES = ("high_precision", "float8_current", "float8_delayed", "mxfp8")
 LOW = [name for name in NAMES if name != "high_precision"]
 SIZES = {"awkward": (37, 20), "one_row": (1, 33), "one_column": (40, 1), "no_rows": (0, 8)}
 COUNTS = [5, 0, 31, 1]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash.nn.module import QuantizedModule, name_modules, scaling_state
 from backstash.tensors import QuantizedTensor
+from saving_cases import grad_of
 from scaling_cases import RECIPE, L, batches, model, noted, state, step
 
 LOW = [name for name in bs.recipe_names() if name != "high_precision"]
@@ -35,7 +36,7 @@ def train(net: nn.Module, steps: int, recipe: Any = RECIPE, start: int = 0) -> l
         loss.backward()
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter.sub_(0.01 * parameter.grad)
+                parameter.sub_(0.01 * grad_of(parameter))
         losses.append(loss.detach())
     return losses
 
@@ -260,6 +261,7 @@ def test_only_weights_of_matmuls_are_created_in_low_precision(
     for parameter_name, parameter in module.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         if parameter_name in quantized_names(module):
+            assert isinstance(parameter, QuantizedTensor)
             assert parameter.format.name == stored
             assert parameter.usage is bs.Usage.BOTH
 

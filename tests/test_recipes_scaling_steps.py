@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.recipes import Step
+from saving_cases import grad_of
 from scaling_cases import RECIPE, Definition, batches, model, noted, state, step
 
 
@@ -27,7 +28,7 @@ def test_a_step_notes_each_operand_once() -> None:
     for _, x in zip(range(6), batches(), strict=False):
         with bs.autocast(recipe=RECIPE):
             y = net(x)
-        before = net[0].weight.detach().abs().max().item()
+        before = net[0].weight.detach().abs().max().item()  # pyright: ignore
         dy = 2 * y.detach()
         y.square().sum().backward()
         amaxes = [x.abs().max().item(), before, dy.abs().max().item()]
@@ -37,7 +38,7 @@ def test_a_step_notes_each_operand_once() -> None:
             key: [definition.scale, *definition.history] for key, definition in definitions.items()
         }
         with torch.no_grad():
-            net[0].weight.mul_(1.5)
+            net[0].weight.mul_(1.5)  # pyright: ignore
 
 
 def test_forward_scales_move_when_autocast_is_left_and_gradients_after_backward() -> None:
@@ -105,12 +106,12 @@ def test_recomputation_notes_nothing_twice_and_changes_no_bit(
     for _, x in zip(range(5), batches(), strict=False):
         x.requires_grad_()
         step(plain, x)
-        want, x.grad = x.grad, None
+        want, x.grad = grad_of(x), None
         step(again, x, run)
-        assert torch.equal(want, x.grad)
+        assert torch.equal(want, grad_of(x))
         assert state(plain) == state(again)
         for one, other in zip(plain.parameters(), again.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
+            assert torch.equal(grad_of(one), grad_of(other))
 
 
 @pytest.mark.parametrize("where", ["after_forward", "after_backward", "in_backward"])
@@ -126,7 +127,7 @@ def test_a_step_that_fails_inside_autocast_changes_nothing(where: str) -> None:
         with bs.autocast(recipe=RECIPE):
             y = net(100 * next(batches()))
             if where == "in_backward":
-                net[0].bias.register_hook(fail)
+                net[0].bias.register_hook(fail)  # pyright: ignore
             if where != "after_forward":
                 y.sum().backward()
             raise KeyError("broken")
@@ -135,7 +136,7 @@ def test_a_step_that_fails_inside_autocast_changes_nothing(where: str) -> None:
         run()
     assert state(net) == before
     reference = model()
-    net[0].bias._backward_hooks = None
+    net[0].bias._backward_hooks = None  # pyright: ignore
     for x, _ in zip(batches(), range(2), strict=False):
         step(reference, x)
         if _:
@@ -149,7 +150,7 @@ def test_a_backward_that_fails_leaves_the_gradients_history() -> None:
     before = state(net)
     with bs.autocast(recipe=RECIPE):
         y = net(100 * next(batches()))
-    handle = net[1].weight.register_hook(lambda gradient: gradient.missing)
+    handle = net[1].weight.register_hook(lambda gradient: gradient.missing)  # pyright: ignore
     with pytest.raises(AttributeError, match="missing"):
         y.sum().backward()
     handle.remove()
@@ -232,7 +233,7 @@ def test_a_call_whose_backward_never_runs_delays_no_other(alive: bool) -> None:
         assert len(saved[:, 0].nonzero()) == count
         assert torch.equal(saved, reference.state_dict()["1.delayed_scaling.gradient.history"])
     for one, other in zip(net.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+        assert torch.equal(grad_of(one), grad_of(other))
 
 
 def test_a_second_backward_through_a_retained_graph_is_no_second_step() -> None:
@@ -243,11 +244,11 @@ def test_a_second_backward_through_a_retained_graph_is_no_second_step() -> None:
         loss = net(next(batches())).square().sum()
     loss.backward(retain_graph=True)
     once = state(net)
-    first = [p.grad.clone() for p in net.parameters()]
+    first = [grad_of(p).clone() for p in net.parameters()]
     net.zero_grad()
     loss.backward()
     assert state(net) == once
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), first, strict=True))
+    assert all(torch.equal(grad_of(p), g) for p, g in zip(net.parameters(), first, strict=True))
 
 
 def test_steps_in_flight_together_are_noted_apart() -> None:

@@ -11,6 +11,7 @@ A handler lives by two methods::
     unpack(handle) -> tensor                # may be asked again for a retained graph
 
 A handle lives exactly as long as autograd holds it; what it holds it frees when it goes.
+A handler may have a third method, ``expect(tensors)``: see :func:`announce`.
 
 ``rows`` is the valid length that was marked for the buffer, see :mod:`backstash.saving.marks`.
 """
@@ -18,7 +19,7 @@ A handle lives exactly as long as autograd holds it; what it holds it frees when
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,8 +30,8 @@ from backstash.errors import ConfigError, ModifiedError
 from backstash.recompute import top_hooks
 from backstash.saving.marks import valid_rows
 
-_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # pyright: ignore
 
 
 class Handler(Protocol):
@@ -103,6 +104,15 @@ class _Frame:
     def unpack(self, packed: Any) -> Tensor:
         return packed.restore()
 
+    def announce(self, tensors: Sequence[Tensor]) -> None:
+        for handler in self.handlers if self.active else ():
+            expect = getattr(handler, "expect", None)
+            if expect is not None:
+                expect(tensors)
+        outer = None if self.outer is None else _frame_of(self.outer)
+        if outer is not None:
+            outer.announce(tensors)
+
 
 class saving:
     """Offer every tensor that autograd saves inside this context to ``handlers``, in order.
@@ -147,6 +157,18 @@ class saving:
         # Contexts inside this one may go on, and pass outwards what they decline.
         frame.active = False
         _take_off(frame)
+
+
+def announce(tensors: Sequence[Tensor | None]) -> None:
+    """Tell handlers which tensors an autograd node will save together, before it does.
+
+    A handler that wants to know has a method ``expect(tensors)``.  Hooks see one tensor at a
+    time; with this, one copy can take all of a node's.
+    """
+    top = top_hooks(True)
+    frame = None if top is None else _frame_of(top)
+    if frame is not None:
+        frame.announce([t for t in tensors if t is not None and not _is_weight(t)])
 
 
 def _take_off(frame: _Frame) -> None:
