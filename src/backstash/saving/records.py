@@ -37,6 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backstash.errors import CompileError, DtypeError, NothingSavedError, ShapeError
 from backstash.recompute import top_hooks
+from backstash.saving.hooks import announce
 from backstash.saving.marks import mark_rows
 from backstash.saving.slots import (
     Again,
@@ -241,6 +242,8 @@ def save_for_backward(ctx: Any, *values: Any) -> None:
         CompileError: ``torch.compile`` is tracing and a value is a distributed weight.
     """
     tensors, ctx.tensor_objects = prepare_for_saving(*values)
+    if not torch.compiler.is_compiling():
+        announce(tensors)
     ctx.save_for_backward(*tensors)
 
 
