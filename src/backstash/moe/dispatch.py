@@ -4,25 +4,47 @@ A dispatcher is two functions around the experts.  ``dispatch`` says which rows 
 ``combine`` adds up what they return.  :class:`Local` keeps every row where it is; other
 dispatchers send rows to the ranks that hold the experts, and plug in at the same place.
 
-With :class:`Local` the tokens are not even copied here: the experts are given the tokens as
-they are and the row map, and gather while they multiply.  So the tokens are saved once for
-backward, not once per expert they go to.
+With plain :class:`Local` the tokens are not even copied here: the experts are given the
+tokens as they are and the row map, and gather while they multiply.  So the tokens are saved
+once for backward, not once per expert they go to.
 
-Letters: T tokens, K experts a token, R rows (T * K), H features, E experts.
+A rank of an expert-parallel group cannot do that: its rows come from elsewhere, into buffers
+that are sized before anybody knows how many there will be.  ``Local(capacity_factor=...,
+keep_experts=...)`` gives a layer on one process the buffers and counts of one such rank.
+
+Letters: T tokens, K experts a token, R rows (T * K, or the capacity of the buffers), H
+features, E experts, G experts of this rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
+from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import mark_grouped_tensor, save_for_backward, saved_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Room for more rows than there may be: where they came from, and how many are there."""
+
+    rows: RowMap
+    """``source_R`` for each row of the buffer; ``slots_TK`` may name rows that are not there."""
+    valid: Tensor
+    """int32 ``(1,)``: the rows that are there; the others hold anything."""
+    overflow: Tensor
+    """bool ``(1,)``: were rows dropped, because more came than fit?"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +54,26 @@ class Dispatched:
     x: Tensor
     """Rows in the experts' order, or, with ``rows``, the tokens they are gathered from."""
     counts_E: Tensor
-    """int32: rows of each expert, on the device."""
+    """int32: rows of each expert of this rank, on the device."""
     prob_R: Tensor
     """Weight of each row, in the experts' order."""
     rows: RowMap | None
     """How rows and tokens correspond; ``None`` if ``x`` is rows already."""
+    buffer: Buffer | None = None
+    """What is known of ``x`` where it is a buffer that may be partly empty."""
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """bool ``(1,)`` on the device: were rows dropped?  ``None`` where none ever are."""
+        return None if self.buffer is None else self.buffer.overflow
 
 
 class Dispatcher(Protocol):
     """The two functions around the experts."""
+
+    def local_experts(self, num_experts: int) -> int:
+        """How many of the layer's experts are on this rank: it has weights for so many."""
+        ...
 
     def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         """Say which rows the experts of this rank get."""
@@ -51,11 +84,55 @@ class Dispatcher(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Every expert is on this rank: rows are sorted, none is sent and none is dropped."""
+    """Rows are sorted by expert and none is sent anywhere.
+
+    With no options every expert is here and no row is dropped.  With either, this is one rank
+    of an expert-parallel group, for benchmarks and tests: it has the experts it keeps, and
+    real rows of static capacity ``ceil(capacity_factor * T * K * G / E)``, or ``T * K``
+    without a factor.  Only as many rows as the router sent are there, the rest of the buffer
+    is room; rows over the capacity are dropped, the last experts' first, and
+    :attr:`Dispatched.overflow` says so.  No shape depends on the routing.  A token that no
+    kept expert saw gets zeros, and nothing flows back through a row that is not there.
+
+    Raises:
+        ConfigError: an option means nothing.
+    """
+
+    capacity_factor: float | None = None
+    """Rows there is room for, divided by the rows of an even load."""
+    keep_experts: Sequence[int] | None = None
+    """Numbers of this rank's experts, in the order of its weights; ``None`` for all."""
+
+    def __post_init__(self) -> None:
+        factor, keep = self.capacity_factor, self.keep_experts
+        if factor is not None and not _is_positive(factor):
+            raise ConfigError(
+                f"capacity_factor must be a finite number above 0, got {factor!r}; 1 has room "
+                "for the rows of an even load, None for all there can be"
+            )
+        if keep is None:
+            return
+        if not _are_numbers(keep):
+            raise ConfigError(
+                f"keep_experts must be different numbers of experts, at least one, got {keep!r}; "
+                "pass for instance range(0, 8), or None to keep all"
+            )
+        object.__setattr__(self, "keep_experts", tuple(keep))
+
+    def local_experts(self, num_experts: int) -> int:
+        """G: the experts that are kept.
+
+        Raises:
+            ConfigError: one is kept that the layer does not have.
+        """
+        return len(self._kept(num_experts))
 
     def dispatch(self, x_TH: Tensor, routing: Routing) -> Dispatched:
-        """Sort the rows by expert; the tokens themselves stay as they are."""
+        """Sort the rows by expert; without options the tokens themselves stay as they are."""
+        if self.capacity_factor is not None or self.keep_experts is not None:
+            return self._fill_buffer(x_TH, routing)
         num_experts = routing.counts_E.shape[0]
         source_R, slots_TK, counts_E = kernels.sort_by_expert(routing.expert_TK, num_experts)
         prob_TK = routing.prob_TK
@@ -65,26 +142,129 @@ class Local:
 
     def combine(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Add up each token's rows."""
+        if sent.buffer is not None:
+            return combine_rows(y_RH, sent.buffer.rows, sent.buffer.valid)
         return combine_rows(y_RH, sent.rows) if sent.rows is not None else y_RH
 
+    # torch.compile cannot trace marks, which belong to storages.
+    @torch.compiler.disable(reason="the buffers of a rank are marked with their valid length")
+    def _fill_buffer(self, x_TH: Tensor, routing: Routing) -> Dispatched:
+        keep = self._kept(routing.counts_E.shape[0])
+        number_TK = _numbers_among(routing.expert_TK, keep)
+        source_R, slots_TK, counts_G = kernels.sort_by_expert(number_TK, len(keep))
+        capacity = self._capacity_rows(routing, len(keep))
+        ends_G = counts_G.cumsum(0, dtype=torch.int32)
+        overflow, ends_G = ends_G[-1:] > capacity, ends_G.clamp(max=capacity)
+        counts_G = ends_G.diff(prepend=ends_G.new_zeros(1))
+        # Cut or filled up with token 0: rows that are not there have to be gathered from somewhere.
+        source_R = F.pad(source_R, (0, capacity - source_R.shape[0]))
+        buffer = Buffer(RowMap(source_R, slots_TK), ends_G[-1:], overflow)
+        x_RH = _Gather.apply(x_TH, source_R, slots_TK, buffer.valid)
+        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, buffer.valid, capacity)
+        for value in (x_RH, prob_R):
+            mark_grouped_tensor(value, buffer.valid)
+        return Dispatched(x_RH, counts_G, prob_R, None, buffer)
 
-def combine_rows(y_RH: Tensor, rows: RowMap) -> Tensor:
+    def _capacity_rows(self, routing: Routing, kept: int) -> int:
+        rows = routing.expert_TK.numel()
+        if self.capacity_factor is None:
+            return rows
+        return math.ceil(self.capacity_factor * rows * kept / routing.counts_E.shape[0])
+
+    def _kept(self, num_experts: int) -> Sequence[int]:
+        keep = range(num_experts) if self.keep_experts is None else self.keep_experts
+        if max(keep) >= num_experts:
+            raise ConfigError(
+                f"keep_experts names expert {max(keep)} of a layer with {num_experts}; experts "
+                "are counted from 0"
+            )
+        return keep
+
+
+def combine_rows(y_RH: Tensor, rows: RowMap, valid: Tensor | None = None) -> Tensor:
     """Add up the rows of each token, in float32 and always in the same order.
 
+    Of a buffer only the first ``valid`` rows are read; a token without rows gets zeros.
     Nothing but the row numbers is kept for backward, where each row gets its token's gradient.
     """
-    return _Combine.apply(y_RH, rows.source_R, rows.slots_TK)
+    return _Combine.apply(y_RH, rows.source_R, rows.slots_TK, valid)
+
+
+def _is_positive(factor: Any) -> bool:
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    return is_number and math.isfinite(factor) and factor > 0
+
+
+def _are_numbers(keep: Any) -> bool:
+    if not isinstance(keep, Sequence) or isinstance(keep, str) or len(keep) == 0:
+        return False
+    return all(type(e) is int and e >= 0 for e in keep) and len(set(keep)) == len(keep)
+
+
+def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:
+    """The place of each expert in ``keep``; for others a number past the last, who is nobody."""
+    number_TK = torch.full_like(expert_TK, len(keep))
+    # Neighbours that stay neighbours move by the same amount, so a range is one step.
+    for shift, run in itertools.groupby(enumerate(keep), lambda pair: pair[1] - pair[0]):
+        experts = [expert for _, expert in run]
+        is_in_TK = (expert_TK >= experts[0]) & (expert_TK <= experts[-1])
+        number_TK = torch.where(is_in_TK, expert_TK - shift, number_TK)
+    return number_TK
+
+
+class _Gather(torch.autograd.Function):
+    """Rows from tokens; back, each token gets the sum over its rows that are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, source_R: Tensor, slots_TK: Tensor, valid: Tensor
+    ) -> Tensor:
+        save_for_backward(ctx, slots_TK, valid)
+        return kernels.permute(x_TH, source_R)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (dx_RH,) = grads
+        slots_TK, valid = saved_values(ctx)
+        return kernels.unpermute(dx_RH, slots_TK, valid), None, None, None
+
+
+class _GatherWeights(torch.autograd.Function):
+    """The weight of each row; back, that of a copy without a row gets zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, prob_TK: Tensor, slots_TK: Tensor, valid: Tensor, capacity: int
+    ) -> Tensor:
+        save_for_backward(ctx, slots_TK, valid)
+        # Each row is written once: the slots of all copies are a permutation.
+        prob_R = torch.empty_like(prob_TK).flatten()
+        prob_R.scatter_(0, slots_TK.flatten(), prob_TK.flatten())
+        return F.pad(prob_R, (0, capacity - prob_R.shape[0]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (dprob_R,) = grads
+        slots_TK, valid = saved_values(ctx)
+        is_there_TK = slots_TK < valid
+        slot_R = slots_TK.where(is_there_TK, 0).flatten()
+        dprob_TK = dprob_R.index_select(0, slot_R).view(slots_TK.shape)
+        return dprob_TK.where(is_there_TK, 0), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, source_R: Tensor, slots_TK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, y_RH: Tensor, source_R: Tensor, slots_TK: Tensor, valid: Tensor | None
+    ) -> Tensor:
         save_for_backward(ctx, source_R)
-        return kernels.unpermute(y_RH, slots_TK)
+        return kernels.unpermute(y_RH, slots_TK, valid)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dy_TH,) = grads
         (source_R,) = saved_values(ctx)
-        return kernels.permute(dy_TH, source_R), None, None
+        return kernels.permute(dy_TH, source_R), None, None, None

@@ -29,13 +29,15 @@ class MoE(nn.Module):
     """Send each token through its ``top_k`` experts, and through the shared one.
 
     State dict: ``router.weight`` (E, H), ``router.expert_bias`` (E,), ``experts.fc1_weight``,
-    ``experts.fc2_weight``, and with a shared expert ``shared.fc1_weight``,
-    ``shared.fc2_weight``, which are those of one group.
+    ``experts.fc2_weight`` (for the experts that the dispatcher has on this rank), and with a
+    shared expert ``shared.fc1_weight``, ``shared.fc2_weight``, which are those of one group.
 
     The router's losses need no care from the caller: their gradients join the training
     loss's in backward, times ``loss_scale``.  Set that to what the training loss is multiplied
     with before its backward: ``1 / n`` for the mean over ``n`` microbatches, or a loss scaler's
-    factor.  ``last_load`` (E,) and ``last_losses`` are those of the latest forward, for metrics.
+    factor.  ``last_load`` (E,) and ``last_losses`` are those of the latest forward, for metrics;
+    so is ``last_overflow``, a flag on the device: did the dispatcher drop rows?  ``None`` where it
+    never does.
 
     Raises:
         ConfigError: a size or an option means nothing.
@@ -68,7 +70,7 @@ class MoE(nn.Module):
             hidden_size, num_experts, top_k, config=router, device=device, dtype=dtype
         )
         self.experts = GroupedMLP(
-            num_experts,
+            self.dispatcher.local_experts(num_experts),
             hidden_size,
             ffn_hidden_size,
             device=device,
@@ -90,6 +92,7 @@ class MoE(nn.Module):
         self.loss_scale: float | Tensor = 1.0
         self.last_load: Tensor | None = None
         self.last_losses = Losses()
+        self.last_overflow: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Give each token of ``x`` (…, H) its experts' weighted sum, in the same shape.
@@ -104,6 +107,7 @@ class MoE(nn.Module):
         x_TH = x.reshape(x.numel() // self.hidden_size, self.hidden_size)
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
+        self.last_overflow = sent.overflow
         y_RH = self.experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows)
         y_TH = self.dispatcher.combine(y_RH, sent)
         if self.shared is not None:

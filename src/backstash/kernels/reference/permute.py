@@ -58,30 +58,55 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     Raises:
         ShapeError: ``x_TH`` is not two-dimensional or ``source_R`` not one-dimensional.
     """
-    if x_TH.ndim != 2 or source_R.ndim != 1:
-        raise ShapeError(
-            f"permute needs tokens (T, H) and sources (R,), got {tuple(x_TH.shape)} and "
-            f"{tuple(source_R.shape)}; flatten the leading dimensions"
-        )
+    check_permute(x_TH, source_R)
     return x_TH.index_select(0, source_R)
 
 
-def unpermute(y_RH: Tensor, slots_TK: Tensor) -> Tensor:
+def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Tensor:
     """Add up the rows of each token: ``y_TH[t] = sum_k y_RH[slots_TK[t, k]]``.
 
     The sum runs over ascending ``k`` in float32 (float64 for float64), so it is the
     same whatever expert each copy went to.
 
+    Args:
+        y_RH: The rows.
+        slots_TK: The row of each copy.
+        valid: Integer ``(1,)`` on the device: rows from here on are not there, whatever lies
+            in them, and slots may name more rows than the buffer has.  Such a copy adds
+            nothing.
+
     Raises:
-        ShapeError: either is not two-dimensional.
+        ShapeError: ``y_RH`` or ``slots_TK`` is not two-dimensional.
     """
+    check_unpermute(y_RH, slots_TK)
+    wide = torch.float64 if y_RH.dtype is torch.float64 else torch.float32
+    y_TH = y_RH.new_zeros(slots_TK.shape[0], y_RH.shape[1], dtype=wide)
+    if valid is not None and y_RH.shape[0] == 0:
+        return y_TH.to(y_RH.dtype)
+    for slots_T in slots_TK.unbind(1):
+        if valid is None:
+            y_TH += y_RH.index_select(0, slots_T)
+            continue
+        is_there_T = slots_T < valid.clamp(max=y_RH.shape[0])
+        # Chosen, not multiplied with zero: what is not there may be NaN.
+        rows_TH = y_RH.index_select(0, slots_T.where(is_there_T, 0))
+        y_TH += rows_TH.where(is_there_T.unsqueeze(1), 0)
+    return y_TH.to(y_RH.dtype)
+
+
+def check_permute(x_TH: Tensor, source_R: Tensor) -> None:
+    """Refuse what are not rows and their sources."""
+    if x_TH.ndim != 2 or source_R.ndim != 1:
+        raise ShapeError(
+            f"permute needs tokens (T, H) and sources (R,), got {tuple(x_TH.shape)} and "
+            f"{tuple(source_R.shape)}; flatten the leading dimensions"
+        )
+
+
+def check_unpermute(y_RH: Tensor, slots_TK: Tensor) -> None:
+    """Refuse what are not rows and each token's slots."""
     if y_RH.ndim != 2 or slots_TK.ndim != 2:
         raise ShapeError(
             f"unpermute needs rows (R, H) and slots (T, K), got {tuple(y_RH.shape)} and "
             f"{tuple(slots_TK.shape)}; pass what sort_by_expert returned"
         )
-    wide = torch.float64 if y_RH.dtype is torch.float64 else torch.float32
-    y_TH = y_RH.new_zeros(slots_TK.shape[0], y_RH.shape[1], dtype=wide)
-    for slots_T in slots_TK.unbind(1):
-        y_TH += y_RH.index_select(0, slots_T)
-    return y_TH.to(y_RH.dtype)
