@@ -13,6 +13,8 @@ from backstash.errors import (
     ModifiedError,
     NothingSavedError,
     RecipeError,
+    RecomputeError,
+    SecondOrderError,
     ShapeError,
     UnsupportedOpError,
 )
@@ -48,6 +50,7 @@ from backstash.recipes import (
 )
 from backstash.saving import (
     Meter,
+    differentiable_once,
     keep_identity,
     mark_grouped_tensor,
     prepare_for_saving,
@@ -97,10 +100,12 @@ __all__ = [
     "QuantizedTensor",
     "Recipe",
     "RecipeError",
+    "RecomputeError",
     "Role",
     "Router",
     "RouterConfig",
     "RowMap",
+    "SecondOrderError",
     "ShapeError",
     "UnsupportedOpError",
     "Usage",
@@ -108,6 +113,7 @@ __all__ = [
     "checkpoint",
     "current_recipe",
     "custom",
+    "differentiable_once",
     "finalize_weight_grads",
     "is_distributed_weight",
     "keep_identity",

@@ -57,6 +57,18 @@ class CompileError(BackstashError, RuntimeError):
     """Raised while ``torch.compile`` traces something that only works in eager mode."""
 
 
+class PeerError(BackstashError, RuntimeError):
+    """Raised when another process of the group has failed, has gone, or runs another program."""
+
+
+class SecondOrderError(BackstashError, RuntimeError):
+    """Raised when a derivative of a derivative is asked of a layer that has only the first."""
+
+
+class RecomputeError(BackstashError, RuntimeError):
+    """Raised when a checkpointed region does something else when it is run again."""
+
+
 class NothingSavedError(BackstashError, AttributeError):
     """Raised when saved values are asked of a context that holds none, or no longer does."""
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from backstash.errors import BackstashError
+from backstash.errors import RecomputeError
 
 T = TypeVar("T")
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -57,7 +57,7 @@ class _Region:
     def recall(self, backward: Any) -> Any:
         index = self._next.get(backward, 0)
         if index >= len(self.values):
-            raise BackstashError(
+            raise RecomputeError(
                 f"a checkpointed region was recomputed with more calls of backstash modules than "
                 f"its forward had, {len(self.values)}; the function must do the same both times"
             )
@@ -75,7 +75,7 @@ def remember(compute: Callable[[], T]) -> T:
     The value should be small and must not require grad: it lives as long as the region.
 
     Raises:
-        BackstashError: The recomputation asks for more values than the forward had, or this
+        RecomputeError: The recomputation asks for more values than the forward had, or this
             version of torch keeps its checkpoints in a way that is not known here.
     """
     if torch.compiler.is_compiling() or not _may_be_checkpointed():
@@ -174,7 +174,7 @@ def _find_finders() -> dict[types.CodeType, Callable[[types.FrameType], _Found]]
         or "gen" not in forward.co_varnames
         or "new_frame" not in generator.co_varnames + generator.co_cellvars
     ):
-        raise BackstashError(
+        raise RecomputeError(
             f"torch {torch.__version__} keeps its checkpoints in a way that backstash does not "
             f"know; use a version of torch that backstash was tested with (2.11 to 2.13)"
         )

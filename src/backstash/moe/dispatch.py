@@ -32,7 +32,12 @@ from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
-from backstash.saving import mark_grouped_tensor, save_for_backward, saved_values
+from backstash.saving import (
+    differentiable_once,
+    mark_grouped_tensor,
+    save_for_backward,
+    saved_values,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +228,7 @@ class _Gather(torch.autograd.Function):
         return kernels.permute(x_TH, source_R)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dx_RH,) = grads
         slots_TK, valid = saved_values(ctx)
@@ -244,7 +249,7 @@ class _GatherWeights(torch.autograd.Function):
         return F.pad(prob_R, (0, capacity - prob_R.shape[0]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dprob_R,) = grads
         slots_TK, valid = saved_values(ctx)
@@ -263,7 +268,7 @@ class _Combine(torch.autograd.Function):
         return kernels.unpermute(y_RH, slots_TK, valid)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dy_TH,) = grads
         (source_R,) = saved_values(ctx)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.moe.losses import Losses, balance_loss, sum_over_ranks, z_loss
 from backstash.recompute import in_checkpoint, remember
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 # Keeps a share of nothing from being 0/0; too small to change any other share.
 _TINY = 1e-20
@@ -289,7 +289,7 @@ class _Logits(torch.autograd.Function):
             return x_TH.to(wide) @ weight_EH.to(wide).t()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (dlogits_TE,) = grads
         x_TH, weight_EH = saved_values(ctx)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
@@ -24,7 +23,7 @@ from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 from backstash.tensors import GroupedTensor
 
 
@@ -69,7 +68,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight, ends_G = saved_values(ctx)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
@@ -33,7 +32,7 @@ from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,7 @@ class _GroupedMLP(torch.autograd.Function):
         return y_RH if source_R is not None else y_RH.view(*x.shape[:-1], y_RH.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = saved_values(ctx)

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class _LayerNormLinear(torch.autograd.Function):
         return (y, normalized_TH.view(x.shape)) if plan.returns_normalized else (y,)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor, *dnormalized: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, norm_weight, norm_bias, weight = saved_values(ctx)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backstash.nn.feed_forward import (
     FeedForward,
@@ -28,7 +27,7 @@ from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class _LayerNormMLP(torch.autograd.Function):
         return y_TH.view(*x.shape[:-1], y_TH.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, fc1_weight, fc2_weight, *norm = saved_values(ctx)

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class _Linear(torch.autograd.Function):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = saved_values(ctx)

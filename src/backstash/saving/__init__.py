@@ -4,6 +4,7 @@ Files: ``records`` takes values apart and puts them together, ``hooks`` is the o
 saved-tensor hooks, ``marks`` knows how much of a buffer is real, ``meter`` counts bytes.
 """
 
+from backstash.saving.double import differentiable_once
 from backstash.saving.hooks import Handler, saving
 from backstash.saving.marks import mark_grouped_tensor, valid_rows
 from backstash.saving.meter import Meter
@@ -21,6 +22,7 @@ __all__ = [
     "Handler",
     "Meter",
     "Records",
+    "differentiable_once",
     "keep_identity",
     "mark_grouped_tensor",
     "prepare_for_saving",

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from backstash import kernels
-from backstash.saving import save_for_backward, saved_values
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
         return y_TH.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd_T = saved_values(ctx)
         dx_TH, dweight_H = kernels.rms_norm_backward(
