@@ -5,6 +5,7 @@ timed alone.  ``from backstash import kernels`` and then ``kernels.grouped_mm(..
 meaning of each name is in :mod:`backstash.kernels.reference`.
 """
 
+from backstash.kernels.binding import by_device
 from backstash.kernels.reference.activation import ACTIVATIONS, activate, activate_backward
 from backstash.kernels.reference.cast import (
     MX_BLOCK,
@@ -33,11 +34,32 @@ from backstash.kernels.reference.norm import (
     rms_norm,
     rms_norm_backward,
 )
+from backstash.kernels.reference.pages import (
+    MOST_BUFFERS,
+    RECEIPT_HOST_SHIFT,
+    RECEIPT_OVERFLOW,
+    RECEIPT_PENDING,
+    PoolState,
+    new_pool_state,
+    release_pages,
+    restore_pages,
+    stash_pages,
+    table_length,
+)
 from backstash.kernels.reference.permute import permute, sort_by_expert, unpermute
+
+release_pages = by_device(release_pages, "pages")
+restore_pages = by_device(restore_pages, "pages")
+stash_pages = by_device(stash_pages, "pages")
 
 __all__ = [
     "ACTIVATIONS",
+    "MOST_BUFFERS",
     "MX_BLOCK",
+    "RECEIPT_HOST_SHIFT",
+    "RECEIPT_OVERFLOW",
+    "RECEIPT_PENDING",
+    "PoolState",
     "activate",
     "activate_backward",
     "add_group_bias",
@@ -53,14 +75,19 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "mx_block_ends",
+    "new_pool_state",
     "permute",
     "quantize_mx_columns",
     "quantize_mx_rows",
     "quantize_scaled",
+    "release_pages",
+    "restore_pages",
     "rms_norm",
     "rms_norm_backward",
     "row_groups",
     "scale_from_amax",
     "sort_by_expert",
+    "stash_pages",
+    "table_length",
     "unpermute",
 ]

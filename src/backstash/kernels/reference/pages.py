@@ -1,0 +1,253 @@
+"""Bytes into pages of a shared pool, and back.
+
+Many buffers share one pool.  Its pages lie in two tiers, first those of the device, then
+those of the host, and are numbered through.  Of each buffer only the valid prefix is copied,
+and how long that is only the device knows; so the free pages, the counts and the flags live
+there too, and nothing here is told to the host, but for one number (the *receipt*) that is
+written into host memory and may be read when it has arrived.
+
+The pool is four tensors: the bytes of both tiers, ``free_N`` and ``state``.  ``free_N`` holds
+the numbers of the free pages, a ring for each tier.  A ring's head and tail only ever grow:
+what lies between them is free, and a number's place is the counter modulo the ring's size.
+
+A launch takes pages for all of its buffers or for none: if both tiers together have too few,
+it counts an overflow, and its buffers come back as zeros, never as what happens to be there.
+
+The *table* of a launch says where its bytes went::
+
+    [pages on the device, pages on the host, pages missing,
+     valid bytes of each buffer ..., first slot of each buffer ..., page of each slot ...]
+
+Letters: B buffers of a launch, N pages of both tiers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PoolState(enum.IntEnum):
+    """The places of the counters in ``state``, int64; the highest are since they were cleared."""
+
+    HEAD_DEVICE = 0
+    HEAD_HOST = 1
+    TAIL_DEVICE = 2
+    TAIL_HOST = 3
+    #: Most pages ever in use at once in each tier.
+    HIGH_DEVICE = 4
+    HIGH_HOST = 5
+    #: Most pages that would have been in use at once if there had been room for all.
+    DEMAND = 6
+    #: Pages that stashes without room would hold now.
+    MISSING = 7
+    OVERFLOWS = 8
+    #: Most pages that one launch lacked.
+    SHORTAGE = 9
+    #: Number of the first launch without room, plus one.
+    FIRST_OVERFLOW = 10
+    SPILLED = 11
+    BYTES_STASHED = 12
+    BYTES_RESTORED = 13
+    #: Programs of the running launch that have read the heads; zero between launches.
+    PROGRAMS_DONE = 14
+
+
+#: Buffers that one launch takes at most.
+MOST_BUFFERS = 8
+TABLE_HEADER = 3
+RECEIPT_PENDING = -1
+RECEIPT_OVERFLOW = -2
+RECEIPT_HOST_SHIFT = 32
+
+
+def new_pool_state(device_pages: int, host_pages: int, device: torch.device) -> tuple[Tensor, ...]:
+    """``free_N`` int32 with every page free, and ``state`` int64."""
+    free_N = torch.arange(device_pages + host_pages, dtype=torch.int32, device=device)
+    state = torch.zeros(len(PoolState), dtype=torch.int64, device=device)
+    state[PoolState.TAIL_DEVICE] = device_pages
+    state[PoolState.TAIL_HOST] = host_pages
+    return free_N, state
+
+
+def table_length(buffers: int, slots: int) -> int:
+    """Entries of the table of a launch of ``buffers`` that fill at most ``slots`` pages."""
+    return TABLE_HEADER + 2 * buffers + slots
+
+
+def stash_pages(
+    sources: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    row_bytes: Sequence[int],
+    table: Tensor,
+    device_pages: Tensor,
+    host_pages: Tensor,
+    free_N: Tensor,
+    state: Tensor,
+    receipt: Tensor,
+    *,
+    page_bytes: int,
+    number: int,
+) -> None:
+    """Copy the valid prefix of each source into pages, and write down where.
+
+    Args:
+        sources: B buffers of bytes, uint8 of one dimension.
+        rows: Valid rows of each, an integer of one element on the device; clamped to the buffer.
+        row_bytes: Bytes of a row of each.
+        table: int64, written.
+        device_pages, host_pages: The bytes of each tier, uint8.
+        receipt: int64 ``(1,)`` in host memory; gets the pages taken from the device and, above
+            ``RECEIPT_HOST_SHIFT`` bits, those of the host, or ``RECEIPT_OVERFLOW``.
+        page_bytes: A power of two.
+        number: What an overflow is reported as.
+    """
+    lengths = [
+        min(max(int(count), 0), source.numel() // width) * width
+        for source, count, width in zip(sources, rows, row_bytes, strict=True)
+    ]
+    needs = [-(-length // page_bytes) for length in lengths]
+    total = sum(needs)
+    device_size = device_pages.numel() // page_bytes
+    host_size = host_pages.numel() // page_bytes
+    counters: list[int] = state.tolist()
+    heads = counters[PoolState.HEAD_DEVICE], counters[PoolState.HEAD_HOST]
+    free_device = counters[PoolState.TAIL_DEVICE] - heads[0]
+    free_host = counters[PoolState.TAIL_HOST] - heads[1]
+    from_device = min(total, free_device)
+    from_host = total - from_device
+    shortage = max(from_host - free_host, 0)
+    if shortage:
+        from_device = from_host = 0
+    firsts = [sum(needs[:i]) for i in range(len(needs))]
+    missing = total if shortage else 0
+    head = [from_device, from_host, missing, *lengths, *firsts]
+    table[: len(head)] = torch.tensor(head, dtype=torch.int64)
+    ids = torch.cat(
+        [
+            _ring(free_N[:device_size], heads[0], from_device),
+            _ring(free_N[device_size:], heads[1], from_host),
+        ]
+    ).long()
+    table[len(head) : len(head) + len(ids)] = ids
+    if not shortage:
+        for source, length, first, need in zip(sources, lengths, firsts, needs, strict=True):
+            _write_pages(
+                source[:length], ids[first : first + need], device_pages, host_pages, page_bytes
+            )
+    state[PoolState.HEAD_DEVICE] += from_device
+    state[PoolState.HEAD_HOST] += from_host
+    in_use = device_size - free_device + from_device, host_size - free_host + from_host
+    _raise_to(state, PoolState.HIGH_DEVICE, in_use[0])
+    _raise_to(state, PoolState.HIGH_HOST, in_use[1])
+    state[PoolState.MISSING] += missing
+    _raise_to(state, PoolState.DEMAND, sum(in_use) + int(state[PoolState.MISSING]))
+    state[PoolState.SPILLED] += from_host
+    if shortage:
+        state[PoolState.OVERFLOWS] += 1
+        _raise_to(state, PoolState.SHORTAGE, shortage)
+        if counters[PoolState.FIRST_OVERFLOW] == 0:
+            state[PoolState.FIRST_OVERFLOW] = number + 1
+        receipt.fill_(RECEIPT_OVERFLOW)
+    else:
+        state[PoolState.BYTES_STASHED] += sum(lengths)
+        receipt.fill_(from_device + (from_host << RECEIPT_HOST_SHIFT))
+
+
+def restore_pages(
+    destinations: Sequence[Tensor],
+    places: Sequence[int],
+    table: Tensor,
+    device_pages: Tensor,
+    host_pages: Tensor,
+    state: Tensor,
+    *,
+    buffers: int,
+    page_bytes: int,
+) -> None:
+    """Copy the valid prefix of some buffers of a launch back; the pages keep it.
+
+    Bytes past the valid prefix are left as they are.  After an overflow the prefix is zeros.
+
+    Args:
+        destinations: Buffers of bytes as long as their sources were.
+        places: Which buffer of the launch each of them is.
+        buffers: B, how many buffers the launch had.
+    """
+    entries: list[int] = table[: TABLE_HEADER + 2 * buffers].tolist()
+    for destination, place in zip(destinations, places, strict=True):
+        length = min(entries[TABLE_HEADER + place], destination.numel())
+        first = TABLE_HEADER + 2 * buffers + entries[TABLE_HEADER + buffers + place]
+        if entries[2]:
+            destination[:length] = 0
+            continue
+        ids = table[first : first + -(-length // page_bytes)]
+        _read_pages(destination[:length], ids, device_pages, host_pages, page_bytes)
+        state[PoolState.BYTES_RESTORED] += length
+
+
+def release_pages(
+    table: Tensor, free_N: Tensor, state: Tensor, *, buffers: int, device_size: int
+) -> None:
+    """Give the pages of a launch back; ``device_size`` is the number of pages of that tier."""
+    from_device, from_host, missing = table[:TABLE_HEADER].tolist()
+    ids = table[TABLE_HEADER + 2 * buffers :].int()
+    tails: list[int] = state.tolist()
+    for ring, tail, pages in (
+        (free_N[:device_size], tails[PoolState.TAIL_DEVICE], ids[:from_device]),
+        (free_N[device_size:], tails[PoolState.TAIL_HOST], ids[from_device:][:from_host]),
+    ):
+        if len(pages):
+            ring[(torch.arange(len(pages)) + tail) % len(ring)] = pages
+    state[PoolState.TAIL_DEVICE] += from_device
+    state[PoolState.TAIL_HOST] += from_host
+    state[PoolState.MISSING] -= missing
+
+
+def _ring(ring: Tensor, head: int, count: int) -> Tensor:
+    return ring[(torch.arange(count) + head) % len(ring)] if count else ring[:0]
+
+
+def _raise_to(state: Tensor, place: PoolState, value: int) -> None:
+    state[place] = max(int(state[place]), value)
+
+
+def _write_pages(
+    source: Tensor, ids: Tensor, device_pages: Tensor, host_pages: Tensor, page_bytes: int
+) -> None:
+    device_size = device_pages.numel() // page_bytes
+    whole = len(source) // page_bytes
+    pages = source[: whole * page_bytes].view(whole, page_bytes)
+    # A launch fills the device first, so its pages on the host are the last ones.
+    on_device = int((ids < device_size).sum())
+    split = min(on_device, whole)
+    device_pages.view(-1, page_bytes)[ids[:split]] = pages[:split]
+    host_pages.view(-1, page_bytes)[ids[split:whole] - device_size] = pages[split:]
+    if whole < len(ids):
+        rest = source[whole * page_bytes :]
+        _page(int(ids[whole]), device_pages, host_pages, page_bytes)[: len(rest)] = rest
+
+
+def _read_pages(
+    destination: Tensor, ids: Tensor, device_pages: Tensor, host_pages: Tensor, page_bytes: int
+) -> None:
+    device_size = device_pages.numel() // page_bytes
+    whole = len(destination) // page_bytes
+    pages = destination[: whole * page_bytes].view(whole, page_bytes)
+    split = min(int((ids < device_size).sum()), whole)
+    pages[:split] = device_pages.view(-1, page_bytes)[ids[:split]]
+    pages[split:] = host_pages.view(-1, page_bytes)[ids[split:whole] - device_size]
+    if whole < len(ids):
+        rest = destination[whole * page_bytes :]
+        rest.copy_(_page(int(ids[whole]), device_pages, host_pages, page_bytes)[: len(rest)])
+
+
+def _page(number: int, device_pages: Tensor, host_pages: Tensor, page_bytes: int) -> Tensor:
+    first = number * page_bytes
+    if first < device_pages.numel():
+        return device_pages[first : first + page_bytes]
+    first -= device_pages.numel()
+    return host_pages[first : first + page_bytes]

@@ -1,0 +1,143 @@
+"""A pool's four tensors with operations on them, and what the operations must do.
+
+The model is Python: a list of free pages for each tier, and the bytes that each launch holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from backstash.kernels.reference import pages as reference
+from backstash.kernels.reference.pages import PoolState, new_pool_state, table_length
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """A launch: what it was given, and the table that says where it went."""
+
+    sources: list[Tensor]
+    lengths: list[int]
+    table: Tensor
+
+
+class Pool:
+    """The tensors of a pool, full of a byte that no test writes."""
+
+    def __init__(
+        self,
+        device_pages: int,
+        host_pages: int,
+        page_bytes: int,
+        kernels: ModuleType = reference,
+        device: str = "cpu",
+    ) -> None:
+        self.kernels = kernels
+        self.page_bytes = page_bytes
+        self.sizes = (device_pages, host_pages)
+        self.device = torch.device(device)
+        self.free_N, self.state = new_pool_state(device_pages, host_pages, self.device)
+        self.device_pages = torch.full(
+            (device_pages * page_bytes,), 0xEE, dtype=torch.uint8, device=device
+        )
+        self.host_pages = self._on_host(host_pages * page_bytes, torch.uint8, 0xEE)
+        self.receipt = self._on_host(1, torch.int64, reference.RECEIPT_PENDING)
+        self.launches = 0
+
+    def stash(self, sources: list[Tensor], rows: list[Tensor], row_bytes: list[int]) -> Held:
+        """One launch; its lengths are those that a reader would compute by hand."""
+        lengths = [
+            max(0, min(int(count), len(source) // width)) * width
+            for source, count, width in zip(sources, rows, row_bytes, strict=True)
+        ]
+        slots = sum(-(-len(source) // self.page_bytes) for source in sources)
+        table = torch.full(
+            (table_length(len(sources), slots),), -7, dtype=torch.int64, device=self.device
+        )
+        self.kernels.stash_pages(
+            sources,
+            rows,
+            row_bytes,
+            table,
+            self.device_pages,
+            self.host_pages,
+            self.free_N,
+            self.state,
+            self.receipt,
+            page_bytes=self.page_bytes,
+            number=self.launches,
+        )
+        self.launches += 1
+        return Held(sources, lengths, table)
+
+    def restore(self, held: Held, places: list[int] | None = None) -> list[Tensor]:
+        """Some buffers of a launch, in memory full of 0xAB."""
+        places = list(range(len(held.sources))) if places is None else places
+        buffers = [torch.full_like(held.sources[place], 0xAB) for place in places]
+        self.kernels.restore_pages(
+            buffers,
+            places,
+            held.table,
+            self.device_pages,
+            self.host_pages,
+            self.state,
+            buffers=len(held.sources),
+            page_bytes=self.page_bytes,
+        )
+        return buffers
+
+    def release(self, held: Held) -> None:
+        """Give the pages of a launch back."""
+        self.kernels.release_pages(
+            held.table,
+            self.free_N,
+            self.state,
+            buffers=len(held.sources),
+            device_size=self.sizes[0],
+        )
+
+    def counter(self, place: PoolState) -> int:
+        """One of the counters."""
+        return int(self.state[place])
+
+    def free_pages(self) -> list[list[int]]:
+        """The numbers of the free pages of each tier, in the order in which they will go."""
+        device_size, host_size = self.sizes
+        free: list[int] = self.free_N.tolist()
+        rings = (
+            (PoolState.HEAD_DEVICE, PoolState.TAIL_DEVICE, free[:device_size]),
+            (PoolState.HEAD_HOST, PoolState.TAIL_HOST, free[device_size:]),
+        )
+        return [
+            [ring[i % len(ring)] for i in range(self.counter(head), self.counter(tail))]
+            for head, tail, ring in rings
+            if ring or self.counter(head) == self.counter(tail)
+        ]
+
+    def pages_of(self, held: Held) -> list[int]:
+        """The pages that a launch holds, as its table says."""
+        first = reference.TABLE_HEADER + 2 * len(held.sources)
+        count = int(held.table[0] + held.table[1])
+        return held.table[first : first + count].tolist()
+
+    def _on_host(self, count: int, dtype: torch.dtype, value: int) -> Tensor:
+        pinned = self.device.type == "cuda" and count > 0
+        return torch.empty(count, dtype=dtype, pin_memory=pinned).fill_(value)
+
+
+def random_bytes(count: int, seed: int, device: str = "cpu") -> Tensor:
+    """Bytes that are neither of the two fillings."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 0xA0, (count,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def check_restored(held: Held, buffers: list[Tensor], places: list[int] | None = None) -> None:
+    """The valid prefix is there, bit for bit, and nothing else was written."""
+    places = list(range(len(held.sources))) if places is None else places
+    for buffer, place in zip(buffers, places, strict=True):
+        length = held.lengths[place]
+        assert torch.equal(buffer[:length], held.sources[place][:length])
+        assert (buffer[length:] == 0xAB).all()
