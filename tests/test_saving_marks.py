@@ -201,6 +201,11 @@ def test_a_length_that_is_no_integer_of_one_element_is_refused(length: Any) -> N
         bs.mark_grouped_tensor(torch.zeros(ROWS, 6), length)
 
 
+def test_a_negative_length_is_refused_where_the_host_sees_it() -> None:
+    with pytest.raises(bs.ShapeError, match="zero or more, got -1"):
+        bs.mark_grouped_tensor(torch.zeros(ROWS, 6), rows(-1))
+
+
 def test_a_length_on_another_device_is_refused() -> None:
     with pytest.raises(bs.DeviceError, match="device of the buffer"):
         bs.mark_grouped_tensor(torch.zeros(ROWS, 6, device="meta"), rows())

@@ -313,6 +313,12 @@ def test_a_context_on_which_nothing_was_saved_is_an_error() -> None:
     assert bs.restore_from_func_ctx is bs.saved_values
 
 
+@pytest.mark.parametrize("ctx", [None, 3, torch.ones(1)], ids=repr)
+def test_saving_for_what_is_no_context_is_an_error(ctx: Any) -> None:
+    with pytest.raises(bs.ConfigError, match=r"ctx of an autograd\.Function"):
+        bs.save_for_backward(ctx, torch.ones(1))
+
+
 def test_keep_identity_of_what_is_no_tensor_is_an_error() -> None:
     with pytest.raises(bs.DtypeError, match="keep_identity"):
         bs.keep_identity("weight")  # pyright: ignore[reportArgumentType]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import backstash as bs
-from saving_cases import BY_REFERENCE, HOOKS, Carrier, leaf, values_2d
+from saving_cases import BY_REFERENCE, HOOKS, ROUTES, Carrier, leaf, values_2d
 
 each_hook = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 
@@ -64,6 +64,68 @@ def test_a_wrong_number_of_tensors_is_an_error(given: int, with_parameter: bool)
     assert len(tensors) == 2
     with pytest.raises(bs.ShapeError, match="2 tensors were prepared for saving"):
         bs.restore_from_saved(records, [torch.ones(1)] * given)
+
+
+class Mesh:
+    """Something beside the buffers that is no tensor and cannot be copied."""
+
+
+class Placed(TwoTensor):
+    """A foreign wrapper that lists more than its buffers."""
+
+    mesh: Mesh
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["a", "b", "mesh"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], *meta: Any) -> Placed:
+        return Placed.on(inner["mesh"], inner["a"], inner["b"])
+
+    @staticmethod
+    def on(mesh: Mesh, a: Tensor, b: Tensor) -> Placed:
+        placed = Placed(a, b)
+        placed.mesh = mesh
+        return placed
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+def test_what_a_wrapper_lists_beside_its_buffers_comes_back_as_itself(
+    route: Callable[..., Tensor],
+) -> None:
+    placed = Placed.on(Mesh(), values_2d(), values_2d())
+    carrier = Carrier(placed)
+    route(carrier, leaf()).sum().backward()
+    ((restored,),) = carrier.restored
+    assert type(restored) is Placed
+    assert restored.mesh is placed.mesh
+    assert torch.equal(restored.a, placed.a)
+
+
+def test_a_wrapper_with_more_than_buffers_can_be_metered() -> None:
+    placed = Placed.on(Mesh(), values_2d(), values_2d())
+    meter = bs.Meter()
+    meter.pack(placed, None)
+    assert meter.bytes == placed.a.nbytes + placed.b.nbytes
+
+
+@pytest.mark.parametrize("records", [None, 3, ()], ids=repr)
+def test_restoring_from_what_are_no_records_is_an_error(records: Any) -> None:
+    with pytest.raises(bs.NothingSavedError, match="records first"):
+        bs.restore_from_saved(records, (torch.ones(1),))
+
+
+@pytest.mark.parametrize("tensors", [None, 3, torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("value", [torch.ones(1), nn.Parameter(torch.ones(1))], ids=repr)
+def test_restoring_from_no_sequence_is_an_error(value: Tensor, tensors: Any) -> None:
+    _, records = bs.prepare_for_saving(value)
+    with pytest.raises(bs.DtypeError, match="sequence of tensors"):
+        bs.restore_from_saved(records, tensors)
+
+
+def test_a_list_restores_as_a_tuple_does() -> None:
+    tensors, records = bs.prepare_for_saving(torch.ones(1), torch.ones(2))
+    assert bs.restore_from_saved(records, list(tensors)) == tensors
 
 
 def test_a_buffer_that_a_hook_lost_is_an_error() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.errors import ShapeError
+from backstash.errors import DtypeError, ShapeError
 from backstash.weights import (
     DistributedWeight,
     finalize_weight_grads,
@@ -148,6 +148,24 @@ def test_a_group_hands_over_its_gradients_once_as_a_list() -> None:
     assert len(weights[0].asked) == 1
     assert weights[0].asked[0] == grads
     assert weights[1].asked == []
+
+
+@pytest.mark.parametrize("ask", [*MATERIALIZE, lambda w: finalize_weight_grads(w, [None])])
+@pytest.mark.parametrize("weight", [None, 3, object()], ids=["none", "int", "object"])
+def test_what_is_no_tensor_is_no_weight(ask: Any, weight: Any) -> None:
+    with pytest.raises(DtypeError, match=r"must be a torch\.Tensor"):
+        ask(weight)
+
+
+@pytest.mark.parametrize("weights", [torch.ones(2), shard(), [shard(), shard()]])
+@pytest.mark.parametrize("count", [0, 3])
+def test_as_many_gradients_as_weights_are_wanted(weights: Any, count: int) -> None:
+    with pytest.raises(ShapeError, match="one gradient"):
+        finalize_weight_grads(weights, [torch.ones(2)] * count)
+
+
+def test_a_weight_without_gradient_may_be_given_none() -> None:
+    assert finalize_weight_grads(torch.ones(2), None) == [None]
 
 
 @pytest.mark.parametrize("count", [1, 4])

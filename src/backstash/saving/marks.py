@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backstash.errors import DeviceError, DtypeError, LayoutError
+from backstash.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from backstash.recompute import top_hooks
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
@@ -48,6 +48,7 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
         LayoutError: The valid rows of ``value`` are no prefix of its bytes.
         DtypeError: ``rows`` is missing or no integer of one element.
         DeviceError: ``rows`` is on another device.
+        ShapeError: ``rows`` is negative, where the host can see it.
     """
     if isinstance(value, GroupedTensor):
         if rows is not None:
@@ -68,6 +69,10 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
         raise DeviceError(
             f"rows must be on the device of the buffer, {value.device}, got {rows.device}; "
             f"move it there once, not at every step"
+        )
+    if rows.is_cpu and int(rows) < 0:
+        raise ShapeError(
+            f"rows must be zero or more, got {int(rows)}; give the number of valid rows"
         )
     _mark(value, rows)
 

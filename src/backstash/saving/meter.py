@@ -51,7 +51,8 @@ def _storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Every storage that the tensor keeps allocated, those of a wrapper's buffers too."""
     if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in _storages_of(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        return [s for part in inner if isinstance(part, Tensor) for s in _storages_of(part)]
     return [buffer.untyped_storage() for buffer in _PARTS.get(tensor.layout, _itself)(tensor)]
 
 

@@ -35,7 +35,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backstash.errors import CompileError, DtypeError, NothingSavedError, ShapeError
+from backstash.errors import CompileError, ConfigError, DtypeError, NothingSavedError, ShapeError
 from backstash.recompute import top_hooks
 from backstash.saving.hooks import announce
 from backstash.saving.marks import mark_rows
@@ -47,6 +47,7 @@ from backstash.saving.slots import (
     OneByOne,
     Records,
     Reference,
+    Thing,
     WithParameters,
     Wrapper,
     as_given,
@@ -124,7 +125,9 @@ class _Packer:
         parts = []
         for name in names:
             inner = getattr(value, name)
-            if inner.dtype is torch.uint8:
+            if not isinstance(inner, Tensor):
+                parts.append(Thing(inner))
+            elif inner.dtype is torch.uint8:
                 parts.append(self._append(inner))
             else:
                 parts.append(self._bytes(inner) if _is_code(inner, ours=ours) else self.slot(inner))
@@ -222,10 +225,22 @@ def restore_from_saved(records: Records, tensors: Sequence[Tensor | None]) -> tu
 
     Raises:
         ShapeError: ``tensors`` are not as many as were saved.
+        NothingSavedError: ``records`` are not those of :func:`prepare_for_saving`.
+        DtypeError: ``tensors`` are no sequence.
         ModifiedError: A value kept by reference was changed in place since.
     """
-    if type(records) is AsGiven and len(tensors) == records.tensor_count:
-        return tuple(tensors)
+    if type(records) is AsGiven and type(tensors) is tuple and len(tensors) == records.tensor_count:
+        return tensors
+    if not isinstance(records, Records):
+        raise NothingSavedError(
+            f"restore_from_saved needs the records that prepare_for_saving returned beside the "
+            f"tensors, got {type(records).__name__}; give records first, tensors second"
+        )
+    if not isinstance(tensors, Sequence):
+        raise DtypeError(
+            f"restore_from_saved needs a sequence of tensors, got {type(tensors).__name__}; "
+            f"give all of ctx.saved_tensors, in order"
+        )
     if len(tensors) != records.tensor_count:
         raise ShapeError(
             f"{records.tensor_count} tensors were prepared for saving, got {len(tensors)} back; "
@@ -240,9 +255,17 @@ def save_for_backward(ctx: Any, *values: Any) -> None:
     Raises:
         DtypeError: A value is neither a tensor, a ``GroupedTensor`` nor ``None``.
         CompileError: ``torch.compile`` is tracing and a value is a distributed weight.
+        ConfigError: ``ctx`` is no context of a function.
     """
-    tensors, ctx.tensor_objects = prepare_for_saving(*values)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        tensors, ctx.tensor_objects = prepare_for_saving(*values)
+    else:
+        if not hasattr(ctx, "save_for_backward"):
+            raise ConfigError(
+                f"save_for_backward needs the ctx of an autograd.Function, got "
+                f"{type(ctx).__name__}; call it in forward as save_for_backward(ctx, *values)"
+            )
+        tensors, ctx.tensor_objects = prepare_for_saving(*values)
         announce(tensors)
     ctx.save_for_backward(*tensors)
 

@@ -155,6 +155,19 @@ class Again:
         return values[self.position]
 
 
+class Thing:
+    """What a wrapper holds beside its buffers and hooks never see, such as a mesh of devices."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:
+        """The value."""
+        return self.value
+
+
 class Bytes:
     """A buffer of codes, which hooks see as bytes."""
 

@@ -18,12 +18,13 @@ runtime-checkable protocol costs ten times that, and this is on the path of ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from backstash.errors import ShapeError
+from backstash.errors import DtypeError, ShapeError
 
 
 @runtime_checkable
@@ -85,16 +86,24 @@ def materialize_weight_for_backward(weights: Tensor | Sequence[Tensor]) -> list[
 
 
 def finalize_weight_grads(
-    weights: Tensor | Sequence[Tensor], wgrads: Tensor | Sequence[Tensor | None]
+    weights: Tensor | Sequence[Tensor], wgrads: Tensor | Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
     """Hand the full gradients over and give back what autograd receives, one a weight.
 
     A provider may answer with gradients of its shards, with a dummy, or with ``None``
     when the gradient already is where it should be.  Gradients of plain weights come
     back unchanged.
+
+    Raises:
+        ShapeError: There are not as many gradients as weights, or answers as weights.
     """
     group = _as_group(weights)
-    grads: list[Tensor | None] = [wgrads] if isinstance(wgrads, Tensor) else list(wgrads)
+    grads = [wgrads] if isinstance(wgrads, Tensor | NoneType) else list(wgrads)
+    if len(grads) != len(group):
+        raise ShapeError(
+            f"finalize_weight_grads needs one gradient (or None) for each of the {len(group)} "
+            f"weights, got {len(grads)}; give both lists of the same group"
+        )
     if not group or not is_distributed_weight(group[0]):
         return grads
     leader: Any = group[0]
@@ -112,6 +121,11 @@ def _as_group(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if isinstance(weights, Sequence):
         return list(weights)
     # A marked object that is no tensor comes here too: is_distributed_weight names it.
+    if not isinstance(weights, Tensor) and not is_distributed_weight(weights):
+        raise DtypeError(
+            f"a weight must be a torch.Tensor, or a list of them, got {type(weights).__name__}; "
+            "give the parameters of the module"
+        )
     return [weights]
 
 
