@@ -28,6 +28,7 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(RUN) -m backstash bench saving
+	$(RUN) -m backstash bench moe
 
 docs: $(VENV)/installed-docs
 	$(RUN) -m mkdocs build --strict

@@ -71,4 +71,6 @@ def test_a_case_or_count_that_means_nothing_is_refused(
 
 def test_without_a_case_the_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([]) == 0
-    assert "saving     What it costs to save" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "saving     What it costs to save" in printed
+    assert "moe        What a Mixture-of-Experts layer costs" in printed

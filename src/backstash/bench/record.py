@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class Row:
     pair: Pair
 
 
-def append_rows(path: Path, rows: list[Row]) -> None:
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append one line for each row; the folder is made if it is not there.
 
     Raises:

@@ -196,8 +196,16 @@ class Router(nn.Module):
         experts, hidden = self.weight.shape
         return f"hidden_size={hidden}, num_experts={experts}, top_k={self.top_k}"
 
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts ``(T, K)`` of each token, from scores without gradient.
+
+        Called once for each forward, under ``torch.utils.checkpoint`` too; a subclass may
+        choose otherwise.
+        """
+        return choose_experts(scores_TE, self.expert_bias, self.config, self.top_k)
+
     def _choose_and_count(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        expert_TK = choose_experts(scores_TE, self.expert_bias, self.config, self.top_k)
+        expert_TK = self.choose(scores_TE)
         counts_E = _count(expert_TK, self.num_experts)
         # The forward of a reentrant checkpoint runs without grad, and is training all the same.
         if self.training and (torch.is_grad_enabled() or in_checkpoint()):
