@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
+
+import pytest
 
 from backstash.bench import timing
 
 
-def test_a_function_is_as_fast_as_itself_and_slower_than_half_of_it() -> None:
-    def once() -> None:
-        sum(range(200))
+class Clock:
+    """Time that passes only where a function says so, or where something disturbs the machine."""
 
-    def twice() -> None:
-        once()
-        once()
+    def __init__(self) -> None:
+        self.now_ns = 0
 
-    pair = timing.time_pair(twice, once, repeats=15)
-    assert pair.ratio_low <= pair.ratio <= pair.ratio_high
-    # Wide on purpose: this tells a ratio from its inverse, not one machine from another.
-    assert 1.2 < pair.ratio < 3.5
-    assert pair.repeats == 15
+    def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+    def call_of(self, duration_ns: int) -> Callable[[], None]:
+        def call() -> None:
+            self.now_ns += duration_ns
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter_ns", clock.perf_counter_ns)
+    return clock
+
+
+def test_the_ratio_is_ours_by_theirs(clock: Clock) -> None:
+    pair = timing.time_pair(clock.call_of(3000), clock.call_of(1500), repeats=15)
+    assert (pair.ratio_low, pair.ratio, pair.ratio_high) == (2.0, 2.0, 2.0)
+    assert (pair.ours_us, pair.theirs_us, pair.repeats) == (3.0, 1.5, 15)
+
+
+def test_a_disturbance_of_some_turns_leaves_the_ratio_alone(clock: Clock) -> None:
+    slow_from, slow_until = 60_000_000, 90_000_000
+
+    def disturbed(duration_ns: int) -> Callable[[], None]:
+        def call() -> None:
+            clock.now_ns += duration_ns * (9 if slow_from < clock.now_ns < slow_until else 1)
+
+        return call
+
+    assert timing.time_pair(disturbed(2000), disturbed(1000), repeats=31).ratio == 2.0
 
 
 def test_both_are_called_equally_often_whoever_is_faster() -> None:
