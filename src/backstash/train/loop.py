@@ -3,8 +3,10 @@
 A :class:`Trainer` owns everything a run changes: weights, optimizer, position in the text,
 random state.  :meth:`Trainer.step` either finishes or changes none of it.  That is cheap
 because weights move only at the very end: what a step touches before that (random state,
-position, the routers' balancing bias, scaling history) is small, is remembered at the door,
-and is put back when anything goes wrong, a loss that is not a number included.
+position, the routers' loads) is small, is remembered at the door, and is put back when
+anything goes wrong, a loss that is not a number included.  Scales that are learnt move when
+``autocast`` is left, which an exception leaves without a trace.  Only an optimizer that runs
+out of memory half way cannot be taken back: that needs a second copy of all weights.
 
 The same list of tensors, with the weights, is a checkpoint.  So a run that resumes has no
 state that the run it continues did not have.
@@ -21,8 +23,7 @@ from torch import Tensor
 
 from backstash.device import default_device
 from backstash.errors import BackstashError, CheckpointError, DeviceError
-from backstash.nn.module import scaling_state
-from backstash.recipes import DelayedScaling, autocast
+from backstash.recipes import autocast
 from backstash.saving import Meter, saving
 
 from .config import TrainConfig, config_to_json
@@ -171,10 +172,6 @@ class Trainer:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        scales = {
-            name: (scaling.history_LG.clone(), scaling.scale_G.clone())
-            for name, scaling in scaling_state(self.model).items()
-        }
         random_state = self._random_state()
         try:
             yield
@@ -183,8 +180,6 @@ class Trainer:
             self.model.forget_counts_()
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-            for name, scaling in scaling_state(self.model).items():
-                _put_back(scaling, scales.get(name))
             self._set_random_state(random_state)
             raise
 
@@ -212,16 +207,6 @@ def make_model(config: TrainConfig) -> Decoder:
         save_original_input=not learns,
         loss_scale=1 / config.accumulate,
     )
-
-
-def _put_back(scaling: DelayedScaling, before: tuple[Tensor, Tensor] | None) -> None:
-    # What the failed step noted must not reach the history with the next one.
-    scaling.open_step = None
-    if before is None:
-        scaling.history_LG.zero_()
-        scaling.scale_G.fill_(1.0)
-    else:
-        scaling.load(*before)
 
 
 def _check_finite(loss: Tensor, norm: Tensor, step: int) -> None:

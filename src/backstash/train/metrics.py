@@ -183,9 +183,9 @@ class RichOutput:
         self._progress.console.print(text, markup=False, highlight=False)
 
     def progress(self, record: Record) -> None:
-        self._progress.update(
-            self._task, completed=int(record["step"]), description=describe(record)
-        )
+        # The bar itself has room for the loss only; narrow terminals wrap.
+        loss = f"loss {record['loss']:.3f}" if "loss" in record else ""
+        self._progress.update(self._task, completed=int(record["step"]), description=loss)
         if "held_out_loss" in record:
             self.say(f"step {int(record['step']):>5}  {describe(record)}")
 

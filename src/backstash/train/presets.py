@@ -15,10 +15,10 @@ def demo() -> TrainConfig:
     return TrainConfig(
         run=Path("runs/demo"),
         start="fresh",
-        steps=200,
+        steps=160,
         batch=16,
-        evaluate_every=50,
-        save_every=50,
+        evaluate_every=40,
+        save_every=40,
         account=True,
         preactivation="mxfp8",
         model=ModelConfig(layers=3, balance_speed=0.01),
