@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from saving_cases import grad_of
 
 
 class _Cube(torch.autograd.Function):
@@ -45,10 +46,38 @@ def test_a_second_derivative_through_a_layer_raises(
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda y: y.square().sum()], ids=["sum", "square"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_a_hessian_raises_and_is_not_zero(
+    make: Callable[[], nn.Module], reduce: Callable[[Tensor], Tensor]
+) -> None:
+    layer = make()
+    with pytest.raises(bs.SecondOrderError, match="differentiated twice"):
+        torch.autograd.functional.hessian(lambda x: reduce(layer(x)), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_a_second_derivative_by_a_weight_raises_and_is_not_none(
+    make: Callable[[], nn.Module],
+) -> None:
+    layer, x = make(), torch.randn(3, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x * 2).sum(), x, create_graph=True)
+    with pytest.raises(bs.SecondOrderError, match="differentiated twice"):
+        torch.autograd.grad(dx.sum(), [*layer.parameters()], allow_unused=True)
+
+
+def test_a_gradient_may_feed_what_is_differentiated_by_something_else() -> None:
+    layer, head = bs.Linear(4, 4), nn.Linear(4, 1)
+    x = torch.randn(3, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    (dhead,) = torch.autograd.grad(head(dx).sum(), head.weight)
+    assert torch.equal(dhead[0], dx.sum(0).detach())
+
+
 def test_the_first_derivative_is_the_same_with_and_without_a_graph() -> None:
     x = torch.randn(5, requires_grad=True)
     one, two = (
-        torch.autograd.grad(sum(y.sum() for y in _Cube.apply(x, "")), x, create_graph=graph)[0]
+        torch.autograd.grad(torch.stack(_Cube.apply(x, "")).sum(), x, create_graph=graph)[0]
         for graph in (False, True)
     )
     assert torch.equal(one, two)
@@ -60,4 +89,4 @@ def test_the_gradient_can_be_used_where_it_is_not_differentiated() -> None:
     (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     penalty = dx.detach().norm()
     (penalty * x.sum()).backward()
-    assert torch.equal(x.grad, penalty.expand(3, 4))
+    assert torch.equal(grad_of(x), penalty.expand(3, 4))
