@@ -99,7 +99,9 @@ class _Frame:
                     return _Held(handler, handle)
         if self.outer is not None:
             return _Passed(self.outer[1], self.outer[0](tensor))
-        return _Original(tensor, None if tensor.is_inference() else tensor._version)
+        version = None if tensor.is_inference() else tensor._version
+        # A node that saves its own output would hold itself; the detached one has its version too.
+        return _Original(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
     def unpack(self, packed: Any) -> Tensor:
         return packed.restore()
