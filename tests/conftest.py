@@ -33,3 +33,17 @@ def same_random_state() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stochastic rounding draws the same for the same place, so that results can be compared.
+
+    A test that is about the draws themselves has the marker ``fresh_draws``.
+    """
+    if "fresh_draws" not in request.keywords:
+
+        def draw_seed(device: torch.device) -> torch.Tensor:
+            return torch.arange(1, 3, device=device)
+
+        monkeypatch.setattr("backstash.kernels.draw_seed", draw_seed)

@@ -1,13 +1,18 @@
-"""MXFP8 tensors against the definition: rows, columns, and columns of groups."""
+"""MXFP8 tensors against the definition: rows, columns, tiles, and groups."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import definitions
+from backstash.errors import RecipeError
 from backstash.formats import MXFP8, Usage
 from backstash.tensors import GroupedTensor
+from definitions_block import mx_tiles, scale_matrix
 from quantizer_cases import (
     assert_same,
     by_counts,
@@ -124,3 +129,54 @@ def test_unused_scales_are_zero(counts):
     assert rows is not None
     assert rows.tolist() == [used]
     assert not q.column_scales[used:].any()
+
+
+# --- tiles -------------------------------------------------------------------------------------
+
+TILES = dataclasses.replace(MXFP8, two_d=True)
+
+
+def check_tiles(x, counts=None):
+    """One set of codes of a tensor, or of one in groups."""
+    q = TILES.quantize(x if counts is None else GroupedTensor.from_counts(x, counts), Usage.BOTH)
+    q, rows = (q, len(matrix(x))) if counts is None else (q.data, sum(counts))
+    codes, exponents, wanted = mx_tiles(matrix(x)[:rows], counts)
+    assert_same(q.codes[:rows], codes)
+    assert_same(q.scales, scale_matrix(exponents, tuple(q.scales.shape), np.uint8))
+    for usage in (Usage.ROWWISE, Usage.COLUMNWISE):
+        got = q.dequantize(usage).flatten(0, -2)
+        assert_same(got[:rows], definitions.rounded(wanted, str(x.dtype)[6:]))
+        assert not got[rows:].any()
+
+
+@by_shape
+def test_tiles_are_the_definition(shape):
+    check_tiles(values(shape))
+
+
+@by_dtype
+def test_tiles_of_every_dtype_are_the_definition(dtype):
+    check_tiles(values((33, 65), dtype))
+
+
+@by_special
+def test_tiles_of_special_values_are_the_definition(special):
+    check_tiles(special_matrix(special))
+
+
+@by_counts
+def test_tiles_start_anew_in_every_group(counts):
+    check_tiles(grouped_values(counts, 40)[0], counts)
+
+
+def test_the_transpose_has_the_same_tiles():
+    x = values((70, 34))
+    q, transposed = TILES.quantize(x), TILES.quantize(x.T)
+    assert torch.equal(q.codes.T, transposed.codes)
+    assert torch.equal(q.scales.T, transposed.scales)
+    assert q.nbytes == TILES.saved_bytes(70, 34, x.dtype, Usage.BOTH) == 70 * 34 + 3 * 2
+
+
+def test_a_switch_is_on_or_off():
+    with pytest.raises(RecipeError, match="two_d must be True or False, got 1"):
+        dataclasses.replace(MXFP8, two_d=1)

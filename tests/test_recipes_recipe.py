@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 import backstash as bs
-from backstash import FLOAT8_CURRENT, FLOAT8_DELAYED, HIGH_PRECISION, MXFP8
+from backstash import (
+    FLOAT8_BLOCK,
+    FLOAT8_CURRENT,
+    FLOAT8_DELAYED,
+    FLOAT8_ROWWISE,
+    HIGH_PRECISION,
+    MXFP8,
+    NVFP4,
+)
 from backstash.formats import Code
 from backstash.recipes import Operand, Phase, Recipe, Role
 
@@ -24,12 +32,22 @@ FORMATS_OF = {
     "high_precision": (HIGH_PRECISION, HIGH_PRECISION),
     "float8_current": (FLOAT8_CURRENT, dataclasses.replace(FLOAT8_CURRENT, code=Code.E5M2)),
     "float8_delayed": (FLOAT8_DELAYED, dataclasses.replace(FLOAT8_DELAYED, code=Code.E5M2)),
+    "float8_rowwise": (FLOAT8_ROWWISE, FLOAT8_ROWWISE),
+    "float8_block": (FLOAT8_BLOCK, FLOAT8_BLOCK),
     "mxfp8": (MXFP8, MXFP8),
+    "nvfp4": (
+        dataclasses.replace(NVFP4, hadamard=True),
+        dataclasses.replace(NVFP4, hadamard=True, stochastic_rounding=True),
+    ),
+}
+TILES_OF = {
+    "float8_block": dataclasses.replace(FLOAT8_BLOCK, two_d=True),
+    "nvfp4": dataclasses.replace(NVFP4, two_d=True),
 }
 
 
 def test_the_names_are_those_that_recipe_knows() -> None:
-    assert set(bs.recipe_names()) >= set(FORMATS_OF)
+    assert set(bs.recipe_names()) == set(FORMATS_OF)
     for name in bs.recipe_names():
         assert bs.recipe(name).name == name
 
@@ -39,7 +57,7 @@ def test_a_recipe_gives_each_role_its_format(name: str) -> None:
     forward, gradient = FORMATS_OF[name]
     wanted = {
         Operand.INPUT: forward,
-        Operand.WEIGHT: forward,
+        Operand.WEIGHT: TILES_OF.get(name, forward),
         Operand.GRADIENT: gradient,
         Operand.PREACTIVATION: HIGH_PRECISION,
     }

@@ -19,11 +19,16 @@ from backstash.errors import (
     UnsupportedOpError,
 )
 from backstash.formats import (
+    FLOAT8_BLOCK,
     FLOAT8_CURRENT,
     FLOAT8_DELAYED,
+    FLOAT8_ROWWISE,
     HIGH_PRECISION,
     MXFP8,
+    NVFP4,
+    Code,
     Format,
+    Hybrid,
     Usage,
 )
 from backstash.moe import Local, MoE, Router, RouterConfig
@@ -37,6 +42,7 @@ from backstash.nn import (
 )
 from backstash.nn.module import name_modules
 from backstash.recipes import (
+    BackwardOverride,
     Operand,
     Phase,
     Recipe,
@@ -70,12 +76,17 @@ from backstash.weights import (
 )
 
 __all__ = [
+    "FLOAT8_BLOCK",
     "FLOAT8_CURRENT",
     "FLOAT8_DELAYED",
+    "FLOAT8_ROWWISE",
     "HIGH_PRECISION",
     "MXFP8",
+    "NVFP4",
     "BackstashError",
+    "BackwardOverride",
     "CheckpointError",
+    "Code",
     "CompileError",
     "ConfigError",
     "DataError",
@@ -86,6 +97,7 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "GroupedTensor",
+    "Hybrid",
     "LayerNormLinear",
     "LayerNormMLP",
     "LayoutError",

@@ -6,18 +6,34 @@ from typing import Any
 
 from backstash.errors import CheckpointError
 from backstash.formats.float8 import Float8Current, Float8Delayed
-from backstash.formats.format import BufferSpec, Code, Format, Usage, check_floating
+from backstash.formats.float8_block import Float8Block
+from backstash.formats.float8_rowwise import Float8Rowwise
+from backstash.formats.format import BufferSpec, Code, Format, Reading, Usage, check_floating
 from backstash.formats.high_precision import HighPrecisionFormat
+from backstash.formats.hybrid import Hybrid
 from backstash.formats.mxfp8 import MXFP8Format
+from backstash.formats.nvfp4 import NVFP4Format
 
 FLOAT8_CURRENT = Float8Current()
 FLOAT8_DELAYED = Float8Delayed()
+FLOAT8_ROWWISE = Float8Rowwise()
+FLOAT8_BLOCK = Float8Block()
 MXFP8 = MXFP8Format()
+NVFP4 = NVFP4Format()
 HIGH_PRECISION = HighPrecisionFormat()
 
 _FAMILIES: dict[str, type[Format]] = {
     family.name: family
-    for family in (Float8Current, Float8Delayed, MXFP8Format, HighPrecisionFormat)
+    for family in (
+        Float8Current,
+        Float8Delayed,
+        Float8Rowwise,
+        Float8Block,
+        MXFP8Format,
+        NVFP4Format,
+        HighPrecisionFormat,
+        Hybrid,
+    )
 }
 
 
@@ -32,6 +48,8 @@ def from_spec(spec: dict[str, Any]) -> Format:
         family = _FAMILIES[fields.pop("name")]
         if "code" in fields:
             fields["code"] = Code(fields["code"])
+        for side in {"rows", "columns"} & fields.keys():
+            fields[side] = from_spec(fields[side])
         return family(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -41,17 +59,25 @@ def from_spec(spec: dict[str, Any]) -> Format:
 
 
 __all__ = [
+    "FLOAT8_BLOCK",
     "FLOAT8_CURRENT",
     "FLOAT8_DELAYED",
+    "FLOAT8_ROWWISE",
     "HIGH_PRECISION",
     "MXFP8",
+    "NVFP4",
     "BufferSpec",
     "Code",
+    "Float8Block",
     "Float8Current",
     "Float8Delayed",
+    "Float8Rowwise",
     "Format",
     "HighPrecisionFormat",
+    "Hybrid",
     "MXFP8Format",
+    "NVFP4Format",
+    "Reading",
     "Usage",
     "check_floating",
     "from_spec",

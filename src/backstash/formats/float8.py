@@ -9,16 +9,24 @@ directions, because the scale does not depend on one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from backstash import kernels
 from backstash.errors import RecipeError, ShapeError
-from backstash.formats.format import BufferSpec, Code, Format, Usage
+from backstash.formats.format import (
+    BufferSpec,
+    Code,
+    Format,
+    Reading,
+    Usage,
+    check_code,
+    check_epsilon,
+    check_flags,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +38,7 @@ class _Float8(Format):
     any_view: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.code, Code):
-            raise RecipeError(f"code must be Code.E4M3 or Code.E5M2, got {self.code!r}")
+        check_code(self.code)
 
     @property
     def tolerance(self) -> tuple[float, float]:
@@ -45,11 +52,10 @@ class _Float8(Format):
             "scale_inv": BufferSpec((groups or 1,), torch.float32),
         }
 
-    def decode(
-        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
-    ) -> Tensor:
+    def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        codes, scale_inv = buffers["codes"], buffers["scale_inv"]
         return kernels.dequantize_scaled(
-            buffers["codes"], buffers["scale_inv"], self.code.dtype, dtype, ends_G
+            codes, scale_inv, self.code.dtype, reading.dtype, reading.ends_G
         )
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
@@ -67,26 +73,33 @@ class Float8Current(_Float8):
     """Float8 whose scale comes from the tensor itself.
 
     ``epsilon`` is the least magnitude taken for the largest; ``power_of_two`` makes scaling
-    exact at the cost of up to one bit of range.
+    exact at the cost of up to one bit of range.  With an ``amax_group`` the largest magnitude
+    is that of all its processes, each of which must quantize then; a file does not hold it.
     """
 
     power_of_two: bool = False
     epsilon: float = 0.0
+    amax_group: Any = None
 
     name: ClassVar[str] = "float8_current"
+    unstored: ClassVar[tuple[str, ...]] = ("amax_group",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.epsilon < math.inf:
+        check_epsilon(self.epsilon)
+        check_flags(self, "power_of_two")
+        if self.amax_group is not None and not _is_group(self.amax_group):
             raise RecipeError(
-                f"epsilon is the least magnitude taken for the largest and must be finite and "
-                f"not negative, got {self.epsilon}; use 0 for none"
+                f"amax_group must be a process group of torch.distributed, got "
+                f"{self.amax_group!r}; use None to look at this process's tensor alone"
             )
 
     def encode(
         self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
     ) -> dict[str, Tensor]:
         amax = kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
+        if self.amax_group is not None:
+            distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=self.amax_group)
         scale = kernels.scale_from_amax(
             amax,
             largest=self.code.largest,
@@ -135,3 +148,7 @@ class Float8Delayed(_Float8):
 
     def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         return torch.ones_like(buffers["scale_inv"]) / buffers["scale_inv"]
+
+
+def _is_group(group: Any) -> bool:
+    return distributed.is_available() and isinstance(group, distributed.ProcessGroup)

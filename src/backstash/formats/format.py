@@ -14,13 +14,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from backstash.errors import DtypeError, LayoutError, ShapeError
+from backstash.errors import DtypeError, LayoutError, RecipeError, ShapeError
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -68,6 +69,17 @@ class BufferSpec:
         return elements * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What to read of an encoded matrix: its shape, along which direction, into which dtype."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    usage: Usage
+    ends_G: Tensor | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format(abc.ABC):
     """How a matrix of floats is kept: which buffers, how they are made and read.
@@ -84,6 +96,8 @@ class Format(abc.ABC):
     any_view: ClassVar[bool] = False
     #: Whether a quantized matrix depends on a scale learnt from earlier ones.
     stateful: ClassVar[bool] = False
+    #: Fields that say how to quantize here and now, and that no file can hold.
+    unstored: ClassVar[tuple[str, ...]] = ()
 
     def quantize(self, x: Any, usage: Usage = Usage.ROWWISE, *, scale: Tensor | None = None) -> Any:
         """A tensor, or a ``GroupedTensor``, kept in this format.
@@ -140,14 +154,17 @@ class Format(abc.ABC):
         """The buffers that :meth:`buffers` names."""
 
     @abc.abstractmethod
-    def decode(
-        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
-    ) -> Tensor:
-        """Values ``(M, K)`` read along ``usage``, which is one direction."""
+    def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        """Values ``(rows, columns)``, read along ``reading.usage``, which is one direction."""
 
     @abc.abstractmethod
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         """How many rows of a grouped buffer are real, int ``(1,)``; None: all of them."""
+
+    @property
+    def serves_both(self) -> bool:
+        """Whether one set of codes serves both directions, and so gives the same values."""
+        return self.any_view
 
     def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         """The scale with which new values are quantized into existing buffers."""
@@ -165,15 +182,43 @@ class Format(abc.ABC):
         specs = self.buffers(rows, columns, dtype, usage, groups)
         return sum(spec.nbytes for spec in specs.values())
 
+    def along(self, usage: Usage) -> Format:
+        """The format of one direction; another one only where a format is made of two."""
+        return self
+
     def spec(self) -> dict[str, Any]:
         """The format as plain values, for files; :func:`backstash.formats.from_spec` reads it."""
-        fields = {
-            field.name: getattr(self, field.name).value
-            if isinstance(getattr(self, field.name), enum.Enum)
-            else getattr(self, field.name)
-            for field in dataclasses.fields(self)
-        }
-        return {"name": self.name, **fields}
+        names = [field.name for field in dataclasses.fields(self)]
+        stored = {name: getattr(self, name) for name in names if name not in self.unstored}
+        return {"name": self.name, **{name: _plain(value) for name, value in stored.items()}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Format):
+        return value.spec()
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def check_code(code: Any) -> None:
+    """Refuse what is not one of the 8-bit floats."""
+    if not isinstance(code, Code):
+        raise RecipeError(f"code must be Code.E4M3 or Code.E5M2, got {code!r}")
+
+
+def check_flags(format: Format, *names: str) -> None:
+    """Refuse a switch of a format that is neither on nor off."""
+    for name in names:
+        if not isinstance(getattr(format, name), bool):
+            raise RecipeError(f"{name} must be True or False, got {getattr(format, name)!r}")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Refuse a least magnitude that is none."""
+    if not 0 <= epsilon < math.inf:
+        raise RecipeError(
+            f"epsilon is the least magnitude taken for the largest and must be finite and "
+            f"not negative, got {epsilon}; use 0 for none"
+        )
 
 
 def check_floating(x: Tensor, who: str) -> None:

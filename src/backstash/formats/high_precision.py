@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.formats.format import BufferSpec, Format, Usage
+from backstash.formats.format import BufferSpec, Format, Reading, Usage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,8 @@ class HighPrecisionFormat(Format):
     ) -> dict[str, Tensor]:
         return {"values": x_MK.clone(memory_format=torch.contiguous_format)}
 
-    def decode(
-        self, buffers: Mapping[str, Tensor], dtype: torch.dtype, usage: Usage, ends_G: Tensor | None
-    ) -> Tensor:
-        return buffers["values"].to(dtype, copy=True)
+    def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        return buffers["values"].to(reading.dtype, copy=True)
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         return ends_G[-1:].clamp(max=rows)

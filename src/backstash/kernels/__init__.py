@@ -7,18 +7,37 @@ meaning of each name is in :mod:`backstash.kernels.reference`.
 
 from backstash.kernels.binding import by_device
 from backstash.kernels.reference.activation import ACTIVATIONS, activate, activate_backward
+from backstash.kernels.reference.blocks import block_ends, column_amax, row_amax
 from backstash.kernels.reference.cast import (
     MX_BLOCK,
     amax,
     dequantize_mx_columns,
     dequantize_mx_rows,
+    dequantize_mx_tiles,
     dequantize_scaled,
     group_amax,
     mx_block_ends,
+    quantize_mx_both,
     quantize_mx_columns,
     quantize_mx_rows,
+    quantize_mx_tiles,
     quantize_scaled,
     scale_from_amax,
+)
+from backstash.kernels.reference.float8_block import (
+    FLOAT8_BLOCK,
+    dequantize_block_columns,
+    dequantize_block_rows,
+    dequantize_block_tiles,
+    quantize_block_columns,
+    quantize_block_rows,
+    quantize_block_tiles,
+)
+from backstash.kernels.reference.float8_rowwise import (
+    dequantize_float8_columns,
+    dequantize_float8_rows,
+    quantize_float8_columns,
+    quantize_float8_rows,
 )
 from backstash.kernels.reference.grouped_mm import (
     add_group_bias,
@@ -28,11 +47,25 @@ from backstash.kernels.reference.grouped_mm import (
     grouped_mm_dx,
     row_groups,
 )
+from backstash.kernels.reference.hadamard import hadamard_matrix, rotated_column_amax
 from backstash.kernels.reference.norm import (
     layer_norm,
     layer_norm_backward,
     rms_norm,
     rms_norm_backward,
+)
+from backstash.kernels.reference.nvfp4 import (
+    dequantize_nvfp4_columns,
+    dequantize_nvfp4_rows,
+    dequantize_nvfp4_tiles,
+    quantize_nvfp4_columns,
+    quantize_nvfp4_rows,
+    quantize_nvfp4_tiles,
+)
+from backstash.kernels.reference.nvfp4_columns import (
+    NVFP4_BLOCK,
+    nvfp4_column_bytes,
+    nvfp4_column_ends,
 )
 from backstash.kernels.reference.pages import (
     MOST_BUFFERS,
@@ -47,15 +80,19 @@ from backstash.kernels.reference.pages import (
     table_length,
 )
 from backstash.kernels.reference.permute import permute, sort_by_expert, unpermute
+from backstash.kernels.reference.philox import draw_seed
 
+# Each operation with a Triton twin, and the file of that twin.
 release_pages = by_device(release_pages, "pages")
 restore_pages = by_device(restore_pages, "pages")
 stash_pages = by_device(stash_pages, "pages")
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOAT8_BLOCK",
     "MOST_BUFFERS",
     "MX_BLOCK",
+    "NVFP4_BLOCK",
     "RECEIPT_HOST_SHIFT",
     "RECEIPT_OVERFLOW",
     "RECEIPT_PENDING",
@@ -64,26 +101,53 @@ __all__ = [
     "activate_backward",
     "add_group_bias",
     "amax",
+    "block_ends",
+    "column_amax",
+    "dequantize_block_columns",
+    "dequantize_block_rows",
+    "dequantize_block_tiles",
+    "dequantize_float8_columns",
+    "dequantize_float8_rows",
     "dequantize_mx_columns",
     "dequantize_mx_rows",
+    "dequantize_mx_tiles",
+    "dequantize_nvfp4_columns",
+    "dequantize_nvfp4_rows",
+    "dequantize_nvfp4_tiles",
     "dequantize_scaled",
+    "draw_seed",
     "group_amax",
     "group_sum",
     "grouped_mm",
     "grouped_mm_dw",
     "grouped_mm_dx",
+    "hadamard_matrix",
     "layer_norm",
     "layer_norm_backward",
     "mx_block_ends",
     "new_pool_state",
+    "nvfp4_column_bytes",
+    "nvfp4_column_ends",
     "permute",
+    "quantize_block_columns",
+    "quantize_block_rows",
+    "quantize_block_tiles",
+    "quantize_float8_columns",
+    "quantize_float8_rows",
+    "quantize_mx_both",
     "quantize_mx_columns",
     "quantize_mx_rows",
+    "quantize_mx_tiles",
+    "quantize_nvfp4_columns",
+    "quantize_nvfp4_rows",
+    "quantize_nvfp4_tiles",
     "quantize_scaled",
     "release_pages",
     "restore_pages",
     "rms_norm",
     "rms_norm_backward",
+    "rotated_column_amax",
+    "row_amax",
     "row_groups",
     "scale_from_amax",
     "sort_by_expert",

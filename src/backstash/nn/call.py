@@ -57,11 +57,11 @@ class Call:
 
     def columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
         """Values of ``x`` as the matmul over its rows reads them."""
-        return self._read(operand, Phase.BACKWARD, x, Usage.COLUMNWISE, ends_G)
+        return self._read(operand, Phase.BACKWARD, x, self._column_usage, ends_G)
 
     def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_columns`."""
-        return self._keep(operand, x, Usage.COLUMNWISE, ends_G)
+        return self._keep(operand, x, self._column_usage, ends_G)
 
     def keep_preactivation(self, h: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of an activation's input; read with :meth:`kept_values`."""
@@ -84,6 +84,9 @@ class Call:
         if not keep or _is_plain(format) or format != self.format(Operand.INPUT, Phase.BACKWARD):
             rows = self.rows(Operand.INPUT, x, ends_G)
             return rows, self.keep_columns(Operand.INPUT, x, ends_G) if keep else None
+        if self._column_usage is Usage.ROWWISE:
+            read = self._quantize(Operand.INPUT, format, x, Usage.ROWWISE, ends_G)
+            return read.dequantize(), _grouped(read, ends_G)
         both = self._quantize(Operand.INPUT, format, x, Usage.BOTH, ends_G)
         return both.dequantize(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
 
@@ -94,9 +97,12 @@ class Call:
             return dy, dy
         both = self._quantize(Operand.GRADIENT, format, dy, Usage.BOTH, ends_G)
         rows = both.dequantize(Usage.ROWWISE)
-        # One set of codes means one set of values.
-        shared = format.any_view
-        return rows, rows if shared else both.dequantize(Usage.COLUMNWISE)
+        return rows, rows if format.serves_both else both.dequantize(Usage.COLUMNWISE)
+
+    @property
+    def _column_usage(self) -> Usage:
+        """Which codes backward reads: its own, or under an override those that forward read."""
+        return Usage.COLUMNWISE if self.recipe.backward_override is None else Usage.ROWWISE
 
     def _read(
         self, operand: Operand, phase: Phase, x: Tensor, usage: Usage, ends_G: Tensor | None

@@ -73,6 +73,8 @@ class QuantizedModule(nn.Module):
         force = in_force()
         name = ".".join(part for part in (self.name, linear) if part)
         call = Call(force.recipe, type(self).__name__, name)
+        if force.recipe.choose is not None:
+            force.recipe.check_products(call.module, name)
         formats = {op: call.format(op, phase) for op, phase in _LEARNT_IN.items()}
         learnt = {op: f for op, f in formats.items() if isinstance(f, Float8Delayed)}
         return self._learning(call, linear, learnt) if learnt else call

@@ -10,11 +10,13 @@ from backstash.recipes.autocast import (
     quantized_model_init,
     weight_recipe,
 )
-from backstash.recipes.recipe import Operand, Phase, Recipe, Role, custom, recipe, recipe_names
+from backstash.recipes.named import custom, recipe, recipe_names
+from backstash.recipes.recipe import BackwardOverride, Operand, Phase, Recipe, Role
 from backstash.recipes.scaling import DelayedScaling, Gradient, Step
 
 __all__ = [
     "HIGH_PRECISION_RECIPE",
+    "BackwardOverride",
     "DelayedScaling",
     "Gradient",
     "InForce",

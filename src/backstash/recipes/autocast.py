@@ -12,7 +12,8 @@ import dataclasses
 import torch
 
 from backstash.errors import ConfigError, RecipeError
-from backstash.recipes.recipe import Recipe, recipe
+from backstash.recipes.named import recipe
+from backstash.recipes.recipe import Recipe
 from backstash.recipes.scaling import Step
 
 HIGH_PRECISION_RECIPE = recipe("high_precision")

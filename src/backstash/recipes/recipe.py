@@ -1,10 +1,12 @@
 """A recipe says in which number format each operand of a matmul is kept.
 
 A recipe is a frozen value.  It is asked with a *role*: which operand of which matmul, in
-which pass, of which module.  Take one by name and vary it by keyword::
+which pass, of which module.  Take one by name (:mod:`backstash.recipes.named`) and vary it by
+keyword::
 
     recipe("mxfp8")
     recipe("float8_current", power_of_two=True, keep_high_precision=("*.head", "layers.0.*"))
+    recipe("nvfp4", backward_override="high_precision")
     custom(lambda role: MXFP8 if role.module == "GroupedMLP" else HIGH_PRECISION)
 """
 
@@ -13,19 +15,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fnmatch
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from backstash.errors import RecipeError
-from backstash.formats import (
-    FLOAT8_CURRENT,
-    FLOAT8_DELAYED,
-    HIGH_PRECISION,
-    MXFP8,
-    Code,
-    Format,
-)
+from backstash.formats import HIGH_PRECISION, Format
+from backstash.recipes.products import Product, check_product
 
 
 class Operand(enum.Enum):
@@ -44,6 +39,15 @@ class Phase(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class BackwardOverride(enum.Enum):
+    """What backward reads instead of what the formats say."""
+
+    #: The values themselves: inputs are kept and gradients are multiplied as they are.
+    HIGH_PRECISION = "high_precision"
+    #: The values that forward read: the rows of inputs and weights, dequantized.
+    DEQUANTIZED = "dequantized"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Recipe:
         preactivation: How gated layers keep what backward of the activation needs.  Any
             format but ``HIGH_PRECISION`` makes that gradient approximate.
         keep_high_precision: Patterns of module names (``fnmatch``) that stay as they are.
+        backward_override: What backward reads instead; a :class:`BackwardOverride` or its
+            value.  Either way its matmuls are in high precision.
         choose: Asked instead of the formats, with the role; see :func:`custom`.
 
     Raises:
@@ -85,6 +91,7 @@ class Recipe:
     gradient: Format = HIGH_PRECISION
     preactivation: Format = HIGH_PRECISION
     keep_high_precision: tuple[str, ...] = ()
+    backward_override: BackwardOverride | str | None = None
     choose: Callable[[Role], Format] | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +107,25 @@ class Recipe:
                 f"{patterns!r}"
             )
         object.__setattr__(self, "keep_high_precision", tuple(patterns))
+        object.__setattr__(self, "backward_override", _as_override(self.backward_override))
+        if self.choose is None:
+            self.check_products()
+
+    def check_products(self, module: str = "", name: str = "") -> None:
+        """See that there is a matmul for each two operands that meet in one.
+
+        Raises:
+            RecipeError: There is none.
+        """
+        for product in Product:
+            if product is not Product.OUTPUT and self.backward_override is not None:
+                return
+            phase = Phase.FORWARD if product is Product.OUTPUT else Phase.BACKWARD
+            one, other = (
+                self.format(Role(Operand(operand), phase, module, name)).along(usage)
+                for operand, usage in product.value
+            )
+            check_product(one, other, product, self.name)
 
     def format(self, role: Role) -> Format:
         """The format of a role.
@@ -109,6 +135,12 @@ class Recipe:
         """
         if role.name and any(fnmatch.fnmatchcase(role.name, p) for p in self.keep_high_precision):
             return HIGH_PRECISION
+        if self.backward_override is not None and role.operand is not Operand.PREACTIVATION:
+            dequantized = self.backward_override is BackwardOverride.DEQUANTIZED
+            if role.phase is Phase.BACKWARD:
+                if not dequantized or role.operand is Operand.GRADIENT:
+                    return HIGH_PRECISION
+                role = dataclasses.replace(role, phase=Phase.FORWARD)
         if self.choose is None:
             return getattr(self, role.operand.value)
         return self._chosen(self.choose, role)
@@ -141,104 +173,10 @@ def _check_format(format: Any, where: str) -> Format:
     return format
 
 
-def _high_precision(**common: Any) -> Recipe:
-    return Recipe(name="high_precision", **common)
-
-
-def _float8_current(*, power_of_two: bool = False, epsilon: float = 0.0, **common: Any) -> Recipe:
-    """``scale = largest / amax(x)``; ``q = cast(x * scale)``; ``x' = q / scale``."""
-    forward = dataclasses.replace(FLOAT8_CURRENT, power_of_two=power_of_two, epsilon=epsilon)
-    backward = dataclasses.replace(forward, code=Code.E5M2)
-    formats: dict[str, Any] = {"input": forward, "weight": forward, "gradient": backward}
-    return Recipe(name="float8_current", **(formats | common))
-
-
-def _float8_delayed(
-    *, history: int = 1024, margin: int = 0, most_recent: bool = False, **common: Any
-) -> Recipe:
-    """``scale = largest / 2^margin / max(amaxes of earlier steps)``; then as current scaling."""
-    forward = dataclasses.replace(
-        FLOAT8_DELAYED, history=history, margin=margin, most_recent=most_recent
-    )
-    backward = dataclasses.replace(forward, code=Code.E5M2)
-    formats: dict[str, Any] = {"input": forward, "weight": forward, "gradient": backward}
-    return Recipe(name="float8_delayed", **(formats | common))
-
-
-def _mxfp8(**common: Any) -> Recipe:
-    """``e = ceil(log2(amax(block) / 448))``; ``q = cast(x / 2^e)``; ``x' = q * 2^e``."""
-    formats: dict[str, Any] = {"input": MXFP8, "weight": MXFP8, "gradient": MXFP8}
-    return Recipe(name="mxfp8", **(formats | common))
-
-
-_BY_NAME: dict[str, Callable[..., Recipe]] = {
-    "high_precision": _high_precision,
-    "float8_current": _float8_current,
-    "float8_delayed": _float8_delayed,
-    "mxfp8": _mxfp8,
-}
-
-
-def recipe_names() -> tuple[str, ...]:
-    """The names that :func:`recipe` knows."""
-    return tuple(_BY_NAME)
-
-
-def recipe(name: str, **options: Any) -> Recipe:
-    """A recipe by name.
-
-    Args:
-        name: One of :func:`recipe_names`.
-        options: Fields of :class:`Recipe` but its name, and what the format itself can vary:
-            ``power_of_two`` and ``epsilon`` for ``float8_current``; ``history``, ``margin``
-            and ``most_recent`` for ``float8_delayed``.
-
-    Raises:
-        RecipeError: The name or an option is unknown, or a value is not possible.
-    """
-    make = _BY_NAME.get(name) if isinstance(name, str) else None
-    if make is None:
-        raise RecipeError(f"recipe must be one of {list(_BY_NAME)}, got {name!r}")
-    own = [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    known = own + [f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "choose")]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise RecipeError(f"recipe {name!r} has the options {known}, got unknown {unknown}")
-    _check_options(options)
-    return make(**options)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    wanted = {
-        "power_of_two": (bool, lambda value: True, "True or False"),
-        "most_recent": (bool, lambda value: True, "True or False"),
-        "epsilon": ((int, float), lambda value: 0 <= value < float("inf"), "zero or more"),
-        "history": (int, lambda value: value >= 1, "a whole number of steps, at least 1"),
-        "margin": (int, lambda value: abs(value) <= 64, "a whole number of powers of two, to 64"),
-    }
-    for key, (kind, holds, words) in wanted.items():
-        if key not in options:
-            continue
-        value = options[key]
-        # To Python, True is a whole number too.
-        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not (is_kind and holds(value)):
-            raise RecipeError(f"{key} must be {words}, got {value!r}")
-
-
-def custom(function: Callable[[Role], Format], *, name: str = "custom", **options: Any) -> Recipe:
-    """A recipe that asks ``function`` for the format of each role.
-
-    The function is asked for every call of a module, so it should be a look-up; it must give
-    the same answer for the same role.
-
-    Raises:
-        RecipeError: ``function`` cannot be called, or an option is unknown.
-    """
-    if not callable(function):
-        raise RecipeError(
-            f"custom needs a function of a Role that gives a format, got {function!r}"
-        )
-    if set(options) - {"keep_high_precision"}:
-        raise RecipeError(f"custom has the option keep_high_precision, got {sorted(options)}")
-    return Recipe(name=name, choose=function, **options)
+def _as_override(given: Any) -> BackwardOverride | None:
+    values = [override.value for override in BackwardOverride]
+    if given is None or isinstance(given, BackwardOverride):
+        return given
+    if given not in values:
+        raise RecipeError(f"backward_override must be None or one of {values}, got {given!r}")
+    return BackwardOverride(given)

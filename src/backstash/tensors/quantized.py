@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import LayoutError, UnsupportedOpError
-from backstash.formats import Format, Usage, check_floating, from_spec
+from backstash.formats import Format, Reading, Usage, check_floating, from_spec
 
 
 class QuantizedTensor(Tensor):
@@ -112,7 +112,9 @@ class QuantizedTensor(Tensor):
                 f"the usage you need, or leave `usage` out"
             )
         with torch.no_grad():
-            values_MK = self.format.decode(self.buffers, dtype or self.dtype, usage, self.ends_G)
+            rows, columns = _rows(self.shape), self.shape[-1]
+            reading = Reading(rows, columns, dtype or self.dtype, usage, self.ends_G)
+            values_MK = self.format.decode(self.buffers, reading)
         return values_MK.reshape(self.shape)
 
     def only(self, usage: Usage) -> QuantizedTensor:

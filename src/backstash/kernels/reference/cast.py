@@ -12,22 +12,31 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from backstash.kernels.reference.blocks import (
+    block_ends,
+    column_blocks,
+    cut_columns,
+    cut_rows,
+    magnitude,
+    row_factor,
+    row_places,
+    saturating_codes,
+    valid,
+)
 from backstash.kernels.reference.grouped_mm import row_groups
 
 MX_BLOCK = 32
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent without the mantissa
 _TWO_TO_MINUS_127 = 0x00400000  # subnormal, so its exponent field is 0
-_NAN_CODE = 0x7F
 
 
 def amax(x: Tensor) -> Tensor:
     """Largest magnitude of ``x`` as float32 ``(1,)``; NaN is ignored, nothing gives zero."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
-    return _magnitude(x).amax().reshape(1)
+    return magnitude(x).amax().reshape(1)
 
 
 def group_amax(x_MK: Tensor, ends_G: Tensor) -> Tensor:
@@ -35,7 +44,7 @@ def group_amax(x_MK: Tensor, ends_G: Tensor) -> Tensor:
     groups = ends_G.numel()
     if x_MK.numel() == 0:
         return x_MK.new_zeros(groups, dtype=torch.float32)
-    amax_M = _magnitude(x_MK).amax(1)
+    amax_M = magnitude(x_MK).amax(1)
     member_GM = row_groups(ends_G, len(x_MK)) == torch.arange(groups, device=x_MK.device)[:, None]
     return torch.where(member_GM, amax_M, 0.0).amax(1)
 
@@ -68,8 +77,8 @@ def quantize_scaled(
 
     ``scale`` is float32 ``(1,)``, or ``(G,)`` with ``ends_G``.  NaN stays NaN.
     """
-    values = x_MK.float() * _row_factor(scale, ends_G, len(x_MK))
-    return _saturating_codes(values, code_dtype)
+    values = x_MK.float() * row_factor(scale, ends_G, len(x_MK))
+    return saturating_codes(values, code_dtype)
 
 
 def dequantize_scaled(
@@ -80,7 +89,7 @@ def dequantize_scaled(
     ends_G: Tensor | None = None,
 ) -> Tensor:
     """``float32(code) * scale_inv`` rounded once to ``dtype``, ``(M, K)``."""
-    factor = _row_factor(scale_inv, ends_G, len(codes_MK))
+    factor = row_factor(scale_inv, ends_G, len(codes_MK))
     return (codes_MK.view(code_dtype).float() * factor).to(dtype)
 
 
@@ -89,24 +98,15 @@ def quantize_mx_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
     A last block that is not full uses the values that exist.
     """
-    columns = x_MK.shape[1]
-    x_MSB = _pad_to_blocks(x_MK.float(), 1).unflatten(1, (-1, MX_BLOCK))
-    exponent_MS = _mx_exponent(_magnitude(x_MSB).amax(-1))
-    values = x_MSB * _mx_multiplier(exponent_MS)[..., None]
-    codes = _saturating_codes(values, torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :columns].contiguous(), exponent_MS
+    exponent_MC = _mx_exponent(magnitude(cut_columns(x_MK, MX_BLOCK)).amax(-1))
+    column_K = column_blocks(x_MK.shape[1], MX_BLOCK, x_MK.device)
+    return _mx_codes(x_MK, _mx_multiplier(exponent_MC)[:, column_K]), exponent_MC
 
 
-def dequantize_mx_rows(codes_MK: Tensor, exponent_MS: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_mx_rows(codes_MK: Tensor, exponent_MC: Tensor, dtype: torch.dtype) -> Tensor:
     """Values ``(M, K)`` of :func:`quantize_mx_rows`."""
-    columns = codes_MK.shape[1]
-    factor_MS = _mx_factor(exponent_MS)
-    values_MK = codes_MK.view(torch.float8_e4m3fn).float()
-    if columns % MX_BLOCK == 0:
-        values_MSB = values_MK.unflatten(1, (-1, MX_BLOCK))
-        return (values_MSB * factor_MS[..., None]).reshape(codes_MK.shape).to(dtype)
-    factor_MK = factor_MS.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]
-    return (values_MK * factor_MK).to(dtype)
+    column_K = column_blocks(codes_MK.shape[1], MX_BLOCK, codes_MK.device)
+    return _mx_values(codes_MK, _mx_factor(exponent_MC)[:, column_K], dtype)
 
 
 def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -116,67 +116,70 @@ def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Ten
     bound that the host knows; otherwise S is ``ceil(M/32)``.  Exponents of blocks that no
     group uses are zero; codes of rows past the last group are unspecified.
     """
-    rows, columns = x_MK.shape
-    if ends_G is None:
-        x_SBK = _pad_to_blocks(x_MK.float(), 0).unflatten(0, (-1, MX_BLOCK))
-        exponent_SK = _mx_exponent(_magnitude(x_SBK).amax(1))
-        values = x_SBK * _mx_multiplier(exponent_SK)[:, None]
-        codes = _saturating_codes(values, torch.float8_e4m3fn)
-        return codes.flatten(0, 1)[:rows], exponent_SK
-    rows_SB = _block_rows(ends_G, rows)
-    padded_MK = torch.cat([x_MK.float(), x_MK.new_zeros(1, columns, dtype=torch.float32)])
-    exponent_SK = _mx_exponent(_magnitude(padded_MK[rows_SB]).amax(1))
-    multiplier_MK = _mx_multiplier(exponent_SK)[_row_blocks(ends_G, rows)]
-    return _saturating_codes(x_MK.float() * multiplier_MK, torch.float8_e4m3fn), exponent_SK
+    exponent_SK = _mx_exponent(magnitude(cut_rows(x_MK, MX_BLOCK, ends_G)).amax(1))
+    row_M, _ = row_places(ends_G, len(x_MK), MX_BLOCK, x_MK.device)
+    return _mx_codes(x_MK, _mx_multiplier(exponent_SK)[row_M]), exponent_SK
 
 
 def dequantize_mx_columns(
     codes_MK: Tensor, exponent_SK: Tensor, dtype: torch.dtype, ends_G: Tensor | None = None
 ) -> Tensor:
     """Values ``(M, K)`` of :func:`quantize_mx_columns`; rows past the last group are zero."""
-    rows = len(codes_MK)
-    values_MK = codes_MK.view(torch.float8_e4m3fn).float()
-    if ends_G is None:
-        factor_MK = _mx_factor(exponent_SK).repeat_interleave(MX_BLOCK, dim=0)[:rows]
-        return (values_MK * factor_MK).to(dtype)
-    factor_MK = _mx_factor(exponent_SK)[_row_blocks(ends_G, rows)]
-    valid_M = torch.arange(rows, device=codes_MK.device) < ends_G[-1]
-    return torch.where(valid_M[:, None], values_MK * factor_MK, 0.0).to(dtype)
+    row_M, _ = row_places(ends_G, len(codes_MK), MX_BLOCK, codes_MK.device)
+    return _mx_values(codes_MK, _mx_factor(exponent_SK)[row_M], dtype, ends_G)
+
+
+def quantize_mx_both(
+    x_MK: Tensor, ends_G: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """:func:`quantize_mx_rows` and :func:`quantize_mx_columns` of the same values.
+
+    With ``ends_G``, codes and exponents of rows past the last group are unspecified.
+    """
+    return quantize_mx_rows(x_MK), quantize_mx_columns(x_MK, ends_G)
+
+
+def quantize_mx_tiles(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """MXFP8 in tiles of 32 by 32: codes ``(M, K)`` and exponents ``(S, ceil(K/32))``, bytes.
+
+    One set of codes for both directions: the transpose has the same tiles.  S and the groups
+    are as in :func:`quantize_mx_columns`.
+    """
+    amax_SK = magnitude(cut_rows(x_MK, MX_BLOCK, ends_G)).amax(1)
+    exponent_SC = _mx_exponent(cut_columns(amax_SK, MX_BLOCK).amax(-1))
+    return _mx_codes(x_MK, _per_tile(_mx_multiplier(exponent_SC), x_MK, ends_G)), exponent_SC
+
+
+def dequantize_mx_tiles(
+    codes_MK: Tensor, exponent_SC: Tensor, dtype: torch.dtype, ends_G: Tensor | None = None
+) -> Tensor:
+    """Values ``(M, K)`` of :func:`quantize_mx_tiles`; rows past the last group are zero."""
+    factor_MK = _per_tile(_mx_factor(exponent_SC), codes_MK, ends_G)
+    return _mx_values(codes_MK, factor_MK, dtype, ends_G)
 
 
 def mx_block_ends(ends_G: Tensor, rows: int) -> Tensor:
     """Running ends ``(G,)`` int64 of the groups counted in blocks of 32 rows."""
-    ends_G = ends_G.long().clamp(max=rows)
-    counts_G = ends_G.diff(prepend=ends_G.new_zeros(1))
-    return ((counts_G + MX_BLOCK - 1) // MX_BLOCK).cumsum(0)
+    return block_ends(ends_G, rows, MX_BLOCK)
 
 
-def _magnitude(x: Tensor) -> Tensor:
-    magnitude = x.abs().float()
-    return torch.where(magnitude.isnan(), 0.0, magnitude)
+def _per_tile(factor_SC: Tensor, like_MK: Tensor, ends_G: Tensor | None) -> Tensor:
+    row_M, _ = row_places(ends_G, len(like_MK), MX_BLOCK, like_MK.device)
+    column_K = column_blocks(like_MK.shape[1], MX_BLOCK, like_MK.device)
+    return factor_SC[row_M[:, None], column_K]
 
 
-def _saturating_codes(values: Tensor, code_dtype: torch.dtype) -> Tensor:
-    # Without the clamp a value past the largest code becomes NaN, not the largest code.
-    largest = torch.finfo(code_dtype).max
-    codes = values.clamp(-largest, largest).to(code_dtype).view(torch.uint8)
-    # A NaN has one code whatever its sign: the sign of 0/0 differs from machine to machine.
-    # Buffers are contiguous even where x was not: saving takes a prefix of rows as bytes.
-    return torch.where(values.isnan(), _NAN_CODE, codes).contiguous()
+def _mx_codes(x_MK: Tensor, multiplier_MK: Tensor) -> Tensor:
+    return saturating_codes(x_MK.float() * multiplier_MK, torch.float8_e4m3fn)
 
 
-def _row_factor(factor: Tensor, ends_G: Tensor | None, rows: int) -> Tensor:
-    """One factor for all rows, or each row's group's factor ``(M, 1)``, one in the tail."""
-    if ends_G is None:
-        return factor
-    return torch.cat([factor, factor.new_ones(1)])[row_groups(ends_G, rows)][:, None]
-
-
-def _pad_to_blocks(x: Tensor, dim: int) -> Tensor:
-    missing = -x.shape[dim] % MX_BLOCK
-    if missing == 0:
-        return x
-    return F.pad(x, (0, missing) if dim == 1 else (0, 0, 0, missing))
+def _mx_values(
+    codes_MK: Tensor, factor_MK: Tensor, dtype: torch.dtype, ends_G: Tensor | None = None
+) -> Tensor:
+    values_MK = codes_MK.view(torch.float8_e4m3fn).float() * factor_MK
+    if ends_G is not None:
+        values_MK = torch.where(valid(ends_G, len(codes_MK)), values_MK, 0.0)
+    return values_MK.to(dtype)
 
 
 def _mx_exponent(amax: Tensor) -> Tensor:
@@ -202,30 +205,3 @@ def _mx_factor(exponent: Tensor) -> Tensor:
     code = exponent.int()
     bits = torch.where(code == 0, _TWO_TO_MINUS_127, code << 23)
     return torch.where(code == 255, torch.nan, bits.view(torch.float32))
-
-
-def _block_rows(ends_G: Tensor, rows: int) -> Tensor:
-    """Rows ``(S, B)`` of each block of 32; ``rows`` where a block has none."""
-    ends_G = ends_G.long().clamp(max=rows)
-    starts_G = F.pad(ends_G[:-1], (1, 0))
-    block_ends_G = mx_block_ends(ends_G, rows)
-    block_starts_G = F.pad(block_ends_G[:-1], (1, 0))
-    block_S = torch.arange(-(-rows // MX_BLOCK) + len(ends_G), device=ends_G.device)
-    group_S = torch.searchsorted(block_ends_G, block_S, right=True)
-    in_use_S = group_S < len(ends_G)
-    group_S = group_S.clamp(max=len(ends_G) - 1)
-    first_S = starts_G[group_S] + (block_S - block_starts_G[group_S]) * MX_BLOCK
-    rows_SB = first_S[:, None] + torch.arange(MX_BLOCK, device=ends_G.device)
-    exists_SB = in_use_S[:, None] & (rows_SB < ends_G[group_S][:, None])
-    return torch.where(exists_SB, rows_SB, rows)
-
-
-def _row_blocks(ends_G: Tensor, rows: int) -> Tensor:
-    """The block ``(M,)`` of each row; the tail gets the last block, which no group fills."""
-    ends_G = ends_G.long().clamp(max=rows)
-    starts_G = F.pad(ends_G, (1, 0))
-    block_starts_G = F.pad(mx_block_ends(ends_G, rows), (1, 0))
-    group_M = row_groups(ends_G, rows)
-    row_M = torch.arange(rows, device=ends_G.device)
-    last = -(-rows // MX_BLOCK) + len(ends_G) - 1
-    return (block_starts_G[group_M] + (row_M - starts_G[group_M]) // MX_BLOCK).clamp(max=last)

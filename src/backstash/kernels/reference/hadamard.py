@@ -1,0 +1,60 @@
+"""The random Hadamard transform: sixteen rows mixed so that one large value is spread out.
+
+Sixteen values down a column, as a row vector, times ``R = diag(signs) H16``, where H16 is
+Sylvester's matrix over 4.  ``R R^T = I``, so a product over the rows of two matrices that
+were both transformed is the product of the matrices.  Values are rounded to bfloat16 before,
+are summed in float32 in the order of the rows, and are rounded to bfloat16 after.
+
+Letters: S blocks of rows, B = 16 rows of a block, K columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.kernels.reference.blocks import block_ends, column_amax, cut_rows
+
+_SIZE = 16
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def hadamard_matrix(device: torch.device) -> Tensor:
+    """``R`` as bfloat16 ``(16, 16)``; its entries are a quarter, with a sign."""
+    i_B = torch.arange(_SIZE, device=device)
+    # Sylvester's sign is that of the bits which row and column number have in common.
+    common = i_B[:, None] & i_B
+    parity = (common ^ common >> 2) & 3
+    parity = (parity ^ parity >> 1) & 1
+    # The signs as the bits of one number: a captured graph cannot copy a list to the device.
+    minus = sum(1 << i for i, sign in enumerate(_SIGNS) if sign < 0)
+    minus_B = torch.full((_SIZE,), minus, device=device) >> i_B & 1
+    return (0.25 - 0.5 * (parity ^ minus_B[:, None])).to(torch.bfloat16)
+
+
+def rotate(x_SBK: Tensor, rotation_BB: Tensor) -> Tensor:
+    """``y[s, j, k] = sum_i x[s, i, k] R[i, j]`` of bfloat16 values, as float32."""
+    x_SBK = x_SBK.to(torch.bfloat16).float()
+    return _sum(x_SBK, rotation_BB.float()).to(torch.bfloat16).float()
+
+
+def rotate_back(y_SBK: Tensor, rotation_BB: Tensor) -> Tensor:
+    """``x[s, i, k] = sum_j y[s, j, k] R[i, j]`` in float32."""
+    return _sum(y_SBK, rotation_BB.float().t())
+
+
+def rotated_column_amax(x_MK: Tensor, rotation_BB: Tensor, ends_G: Tensor | None = None) -> Tensor:
+    """Largest magnitude of each column after :func:`rotate`, ``(1, K)`` or ``(G, K)``."""
+    rotated_SBK = rotate(cut_rows(x_MK, _SIZE, ends_G), rotation_BB)
+    ends_rows_G = None if ends_G is None else block_ends(ends_G, len(x_MK), _SIZE) * _SIZE
+    return column_amax(rotated_SBK.flatten(0, 1), ends_rows_G)
+
+
+def _sum(x_SBK: Tensor, weights_BB: Tensor) -> Tensor:
+    # A quarter first, then only signs: no fused multiply-add can round otherwise.
+    quarters_SBK, signs_BB = x_SBK * 0.25, weights_BB.sign()
+    # One row after another: a matmul adds up in an order that each machine chooses itself.
+    result = torch.zeros_like(x_SBK)
+    for i, signs_B in enumerate(signs_BB.unbind()):
+        result = result + quarters_SBK[:, i : i + 1] * signs_B[:, None]
+    return result
