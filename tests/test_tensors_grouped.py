@@ -1,12 +1,14 @@
 """Rows of many groups in one buffer: how the groups are given, and what is refused."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstash.errors import BackstashError, DtypeError, LayoutError, ShapeError
+from backstash.errors import BackstashError, DeviceError, DtypeError, LayoutError, ShapeError
 from backstash.formats import HIGH_PRECISION, MXFP8
 from backstash.tensors import GroupedTensor, as_ends, counts_to_ends
 from format_cases import by_format
@@ -129,7 +131,11 @@ WRONG_ENDS = {
     "float-list": ([1.0, 2.5], DtypeError, "whole numbers.*round them"),
     "float-tensor": (torch.tensor([1.0, 2.0]), DtypeError, "integers, got torch.float32; use"),
     "bool-tensor": (torch.tensor([False, True]), DtypeError, "integers, got torch.bool"),
+    "bool-list": ([False, True], DtypeError, "whole numbers"),
     "text": (["1"], DtypeError, "whole numbers"),
+    "none": (None, DtypeError, "whole numbers.*got None; give a list"),
+    "number": (7, DtypeError, "whole numbers.*got 7; give a list"),
+    "meta": (torch.empty(2, dtype=torch.int32, device="meta"), DeviceError, "got a tensor on meta"),
 }
 WRONG_COUNTS = {
     "negative": ([3, -2], ShapeError, r"not be negative, got \[3, -2\]; clamp"),
@@ -137,6 +143,8 @@ WRONG_COUNTS = {
     "two-dimensions": (torch.ones(2, 2, dtype=torch.int32), ShapeError, "flatten"),
     "float-list": ([1.5], DtypeError, "counts must be whole numbers"),
     "float-tensor": (torch.tensor([NAN]), DtypeError, "counts must be integers"),
+    "none": (None, DtypeError, "counts must be whole numbers"),
+    "meta": (torch.empty(2, dtype=torch.int32, device="meta"), DeviceError, "got a tensor on meta"),
 }
 
 
@@ -184,3 +192,14 @@ def test_a_grouped_tensor_cannot_be_changed():
     grouped = GroupedTensor(torch.zeros(7, 3), [7])
     with pytest.raises(AttributeError):
         grouped.data = torch.ones(7, 3)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_grouped_tensor_comes_back_from_a_file_of_weights_only():
+    file = io.BytesIO()
+    grouped = MXFP8.quantize(GroupedTensor(torch.randn(7, 40), [2, 9]))
+    torch.save({"kept": grouped}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["kept"]
+    assert torch.equal(loaded.data, grouped.data)
+    assert torch.equal(loaded.ends_G, grouped.ends_G)
+    assert bool(loaded.overflow)

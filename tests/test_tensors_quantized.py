@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from backstash.errors import LayoutError, UnsupportedOpError
+from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, Code, Usage
 from backstash.tensors import QuantizedTensor, equal_groups
 from format_cases import (
@@ -96,7 +96,7 @@ def test_one_direction_can_be_kept_alone(format, ends, usage):
 
 @by_format
 def test_a_direction_that_is_not_there_cannot_be_kept_alone(format):
-    for usage in (Usage.COLUMNWISE, Usage.BOTH, Usage(0)):
+    for usage in (Usage.COLUMNWISE, Usage.BOTH, Usage(0), 3):
         with pytest.raises(LayoutError, match="quantize with the usage you need"):
             quantized(format, Usage.ROWWISE).only(usage)
 
@@ -123,6 +123,48 @@ def test_it_is_a_tensor_of_the_values_it_stands_for(format):
     assert (q.shape, q.dtype, q.device.type) == ((3, 11, 40), torch.bfloat16, "cpu")
     assert q.stride() == (440, 40, 1)
     assert (q.numel(), q.ndim, q.is_leaf, q.requires_grad) == (1320, 3, True, False)
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, "bf16"], ids=str)
+def test_values_are_not_given_in_a_dtype_that_cannot_hold_them(format, dtype):
+    with pytest.raises(DtypeError, match="dequantize gives float32"):
+        quantized(format).dequantize(dtype=dtype)
+
+
+@by_format
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.eye(3).to_sparse(), lambda: torch.nested.nested_tensor([torch.ones(2, 3)])],
+    ids=["sparse", "nested"],
+)
+def test_only_a_dense_matrix_is_quantized(format, make):
+    with pytest.raises(LayoutError, match="needs a dense matrix"):
+        format.quantize(make())
+
+
+@by_format
+@by_grouping
+def test_assigned_data_are_the_values(format, ends):
+    q, other = quantized(format, ends=ends), quantized(format, Usage.COLUMNWISE, ends)
+    q.data = other
+    assert_identical(q, other)
+    assert torch.equal(q.dequantize(), other.dequantize())
+    with pytest.raises(UnsupportedOpError, match=r"copy_\(\)"):
+        q.data = torch.zeros(33, 40)
+    assert_identical(q, other)
+
+
+@by_format
+@by_grouping
+def test_buffers_can_be_shared_between_processes(format, ends):
+    q = quantized(format, ends=ends)
+    wanted = q.clone()
+    assert not q.is_shared()
+    assert q.share_memory_() is q
+    assert q.is_shared()
+    assert_identical(q, wanted)
 
 
 def test_equal_groups_end_at_multiples():

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from backstash.errors import DtypeError, LayoutError, ShapeError
+from backstash.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from backstash.tensors.quantized import QuantizedTensor
 
 
@@ -138,7 +138,7 @@ def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tens
     counts_G = _integers(counts, "counts")
     if counts_G.is_cpu and int(counts_G.min()) < 0:
         raise ShapeError(f"counts must not be negative, got {counts_G.tolist()}; clamp them")
-    return counts_G.to(device, non_blocking=True).cumsum(0)
+    return _on(counts_G, device, "counts").cumsum(0)
 
 
 def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -149,13 +149,29 @@ def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
             f"ends must start at zero or more and never decrease, got {ends_G.tolist()}; "
             f"use GroupedTensor.from_counts if these are the rows of each group"
         )
-    return ends_G.to(device, non_blocking=True)
+    return _on(ends_G, device, "ends")
+
+
+def _on(values_G: Tensor, device: torch.device, what: str) -> Tensor:
+    if values_G.is_meta and device.type != "meta":
+        raise DeviceError(
+            f"{what} must have values, on {device} or on the CPU, got a tensor on meta; give a "
+            f"list or a real tensor"
+        )
+    return values_G.to(device, non_blocking=True)
 
 
 def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
     if not isinstance(values, Tensor):
-        if not all(isinstance(value, numbers.Integral) for value in values):
-            raise DtypeError(f"{what} must be whole numbers, got {list(values)}; round them")
+        if not isinstance(values, Iterable):
+            raise DtypeError(
+                f"{what} must be whole numbers, an entry for each group, got {values!r}; "
+                f"give a list or an integer tensor"
+            )
+        values = list(values)
+        # To Python, True is a whole number too.
+        if not all(isinstance(v, numbers.Integral) and not isinstance(v, bool) for v in values):
+            raise DtypeError(f"{what} must be whole numbers, got {values}; round them")
         values = torch.tensor([int(value) for value in values], dtype=torch.int64)
     if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8):
         raise DtypeError(f"{what} must be integers, got {values.dtype}; use int32 or int64")
@@ -165,3 +181,6 @@ def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
             f"{tuple(values.shape)}; flatten it"
         )
     return values.long()
+
+
+torch.serialization.add_safe_globals([GroupedTensor])

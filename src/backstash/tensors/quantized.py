@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import LayoutError, UnsupportedOpError
+from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import Format, Reading, Usage, check_floating, from_spec
+from backstash.formats.format import HIGH_PRECISION_DTYPES
+
+_DATA: Any = Tensor.data
 
 
 class QuantizedTensor(Tensor):
@@ -74,6 +77,12 @@ class QuantizedTensor(Tensor):
         rows like any others.  Groups are given by ``ends_G``.
         """
         check_floating(x, f"{format.name}.quantize")
+        if x.layout is not torch.strided or x.is_nested:
+            raise LayoutError(
+                f"{format.name}.quantize needs a dense matrix of rows, got a "
+                f"{'nested' if x.is_nested else x.layout} tensor; make it dense, or describe its "
+                f"rows with a GroupedTensor"
+            )
         if isinstance(x, QuantizedTensor):
             raise UnsupportedOpError(
                 f"{format.name}.quantize needs plain values, got a tensor that is already "
@@ -103,7 +112,13 @@ class QuantizedTensor(Tensor):
 
         Raises:
             LayoutError: The tensor was not quantized for this direction.
+            DtypeError: ``dtype`` is no floating dtype.
         """
+        if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+            raise DtypeError(
+                f"dequantize gives float32, bfloat16, float16 or float64, got {dtype!r}; convert "
+                f"its result"
+            )
         if usage is None:
             usage = Usage.ROWWISE if Usage.ROWWISE in self.usage else Usage.COLUMNWISE
         if usage not in tuple(self.usage):
@@ -123,7 +138,7 @@ class QuantizedTensor(Tensor):
         Raises:
             LayoutError: The tensor was not quantized for this direction.
         """
-        if not usage or usage not in self.usage:
+        if not isinstance(usage, Usage) or not usage or usage not in self.usage:
             raise LayoutError(
                 f"only({usage}) was asked of a tensor that has {self.usage}; quantize with the "
                 f"usage you need"
@@ -159,6 +174,38 @@ class QuantizedTensor(Tensor):
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)
         return self
+
+    @property
+    def data(self) -> QuantizedTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same buffers, outside of any graph."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # Torch would exchange shape and dtype, and leave the buffers, which are the values.
+        if not isinstance(other, QuantizedTensor):
+            raise UnsupportedOpError(
+                f"the data of a QuantizedTensor are buffers of {self.format.name}, got a "
+                f"{type(other).__name__}; write values with copy_(), or assign a quantized tensor"
+            )
+        _DATA.__set__(self, other)
+        for name in set(self._names) - set(other._names):
+            delattr(self, name)
+        self.format, self.usage, self.ends_G = other.format, other.usage, other.ends_G
+        self._names = other._names
+        for name, buffer in other.buffers.items():
+            setattr(self, name, buffer)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move every buffer to memory that processes share."""
+        for buffer in (*self.buffers.values(), self.ends_G):
+            if buffer is not None:
+                buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every buffer is in memory that processes share."""
+        return all(buffer.is_shared() for buffer in self.buffers.values())
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = list(self._names) + (["ends_G"] if self.ends_G is not None else [])
