@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import ConfigError, DeviceError, DtypeError, RecipeError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, LayoutError, RecipeError, ShapeError
 from backstash.nn.call import Call
 from backstash.nn.module import QuantizedModule
 from backstash.nn.projection import Projection
@@ -83,12 +83,18 @@ class Layer(QuantizedModule):
 
         Raises:
             ShapeError, DtypeError, DeviceError: ``x`` does not fit ``weight``.
+            LayoutError: ``x`` is sparse or nested.
         """
         layer = type(self).__name__
         if not isinstance(x, Tensor) or not x.is_floating_point():
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DtypeError(
                 f"{layer} needs a floating-point tensor, got {came}; convert the input first"
+            )
+        if x.layout is not torch.strided or x.is_nested:
+            raise LayoutError(
+                f"{layer} needs a dense tensor, got a {'nested' if x.is_nested else x.layout} "
+                "one; make it dense, or give rows of many lengths to a grouped layer"
             )
         if x.ndim == 0 or x.shape[-1] != features:
             raise ShapeError(

@@ -182,7 +182,7 @@ class QuantizedTensor(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        # Torch would exchange shape and dtype, and leave the buffers, which are the values.
+        """Take the buffers of another: torch would exchange shape and dtype only."""
         if not isinstance(other, QuantizedTensor):
             raise UnsupportedOpError(
                 f"the data of a QuantizedTensor are buffers of {self.format.name}, got a "
