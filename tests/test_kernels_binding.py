@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from backstash import kernels
@@ -34,10 +36,9 @@ def test_of_several_tensors_the_first_says_where_to_run():
     assert operation([torch.ones(2), torch.ones(3)]) == 2
 
 
-def test_every_operation_keeps_the_name_and_the_words_of_its_reference():
+def test_every_operation_keeps_the_name_of_its_reference():
     assert reference.__doc__
     for name in kernels.__all__:
         operation = getattr(kernels, name)
-        if callable(operation):
+        if inspect.isfunction(operation):
             assert operation.__name__ == name
-            assert operation.__doc__

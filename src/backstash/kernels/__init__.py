@@ -5,7 +5,7 @@ timed alone.  ``from backstash import kernels`` and then ``kernels.grouped_mm(..
 meaning of each name is in :mod:`backstash.kernels.reference`.
 """
 
-from backstash.kernels.binding import by_device
+from backstash.kernels.binding import FLOAT8_GPU, by_device
 from backstash.kernels.reference.activation import ACTIVATIONS, activate, activate_backward
 from backstash.kernels.reference.blocks import block_ends, column_amax, row_amax
 from backstash.kernels.reference.cast import (
@@ -83,6 +83,31 @@ from backstash.kernels.reference.permute import permute, sort_by_expert, unpermu
 from backstash.kernels.reference.philox import draw_seed
 
 # Each operation with a Triton twin, and the file of that twin.
+activate = by_device(activate, "activation")
+activate_backward = by_device(activate_backward, "activation")
+add_group_bias = by_device(add_group_bias, "grouped_matmul")
+amax = by_device(amax, "cast", FLOAT8_GPU)
+dequantize_mx_columns = by_device(dequantize_mx_columns, "cast", FLOAT8_GPU)
+dequantize_mx_rows = by_device(dequantize_mx_rows, "cast", FLOAT8_GPU)
+dequantize_mx_tiles = by_device(dequantize_mx_tiles, "cast", FLOAT8_GPU)
+dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
+group_amax = by_device(group_amax, "cast", FLOAT8_GPU)
+group_sum = by_device(group_sum, "grouped_matmul")
+grouped_mm = by_device(grouped_mm, "grouped_matmul")
+grouped_mm_dw = by_device(grouped_mm_dw, "grouped_matmul")
+grouped_mm_dx = by_device(grouped_mm_dx, "grouped_matmul")
+layer_norm = by_device(layer_norm, "norm")
+layer_norm_backward = by_device(layer_norm_backward, "norm")
+permute = by_device(permute, "permutation")
+quantize_mx_both = by_device(quantize_mx_both, "cast", FLOAT8_GPU)
+quantize_mx_columns = by_device(quantize_mx_columns, "cast", FLOAT8_GPU)
+quantize_mx_rows = by_device(quantize_mx_rows, "cast", FLOAT8_GPU)
+quantize_mx_tiles = by_device(quantize_mx_tiles, "cast", FLOAT8_GPU)
+quantize_scaled = by_device(quantize_scaled, "cast", FLOAT8_GPU)
+rms_norm = by_device(rms_norm, "norm")
+rms_norm_backward = by_device(rms_norm_backward, "norm")
+scale_from_amax = by_device(scale_from_amax, "cast", FLOAT8_GPU)
+unpermute = by_device(unpermute, "permutation")
 release_pages = by_device(release_pages, "pages")
 restore_pages = by_device(restore_pages, "pages")
 stash_pages = by_device(stash_pages, "pages")

@@ -43,7 +43,7 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
         ConfigError: the activation is not one of :data:`ACTIVATIONS`.
         ShapeError: a gated row does not have two halves, or there is not one weight a row.
     """
-    _check(h_TF, prob_T, activation)
+    check_activation(h_TF, prob_T, activation)
     gate, up = _halves(h_TF, activation)
     value, _ = _curve(gate, activation)
     if up is not None:
@@ -65,13 +65,8 @@ def activate_backward(
         ConfigError: the activation is not one of :data:`ACTIVATIONS`.
         ShapeError: the shapes do not fit each other.
     """
-    _check(h_TF, prob_T, activation)
+    check_activation(h_TF, prob_T, activation, da_TI)
     gate, up = _halves(h_TF, activation)
-    if da_TI.shape != gate.shape:
-        raise ShapeError(
-            f"activate_backward needs a gradient of the activation's shape {tuple(gate.shape)}, "
-            f"got {tuple(da_TI.shape)}; pass the gradient of what activate returned"
-        )
     value, slope = _curve(gate, activation)
     da = da_TI.to(gate.dtype)
     dprob_T = None
@@ -91,9 +86,14 @@ def _halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
     return gate, up
 
 
+def curve_name(activation: str) -> str:
+    """The ungated activation that ``activation`` applies to its gate, or is."""
+    return _CURVE_OF_GATED.get(activation, activation)
+
+
 def _curve(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Give the value and the slope of the curve behind ``activation``."""
-    curve = _CURVE_OF_GATED.get(activation, activation)
+    curve = curve_name(activation)
     if curve == "relu":
         return torch.relu(x), (x > 0).to(x.dtype)
     if curve == "silu":
@@ -104,7 +104,10 @@ def _curve(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return x * below, below + x * density
 
 
-def _check(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> None:
+def check_activation(
+    h_TF: Tensor, prob_T: Tensor | None, activation: str, da_TI: Tensor | None = None
+) -> None:
+    """Refuse an activation that there is none of, and shapes that do not fit each other."""
     if activation not in ACTIVATIONS:
         raise ConfigError(
             f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; "
@@ -120,4 +123,11 @@ def _check(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> None:
         raise ShapeError(
             f"{activation} needs one weight for each of {h_TF.shape[0]} rows, got "
             f"{tuple(prob_T.shape)}; flatten the weights to (T,)"
+        )
+    columns = h_TF.shape[1] // 2 if ACTIVATIONS[activation] else h_TF.shape[1]
+    if da_TI is not None and tuple(da_TI.shape) != (h_TF.shape[0], columns):
+        raise ShapeError(
+            f"activate_backward needs a gradient of the activation's shape "
+            f"{(h_TF.shape[0], columns)}, got {tuple(da_TI.shape)}; pass the gradient of what "
+            "activate returned"
         )

@@ -11,13 +11,9 @@ Letters: T rows of the buffer, K input features, N output features, G groups.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backstash.errors import DtypeError, ShapeError
-
-# The fast matmul of torch wants every stride to be whole 16-byte units.
-_ALIGNED_BYTES = 16
 
 
 def row_groups(ends_G: Tensor, rows: int) -> Tensor:
@@ -37,7 +33,7 @@ def grouped_mm(x_TK: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
         ShapeError: the shapes do not fit each other.
         DtypeError: the dtypes differ, or ``ends_G`` is not int32 or int64.
     """
-    _check("grouped_mm", x_TK, w_GNK, ends_G, columns_dim=2)
+    check_grouped("grouped_mm", x_TK, w_GNK, ends_G, columns_dim=2)
     return _mm_rows(x_TK, w_GNK.transpose(1, 2), ends_G)
 
 
@@ -48,7 +44,7 @@ def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
         ShapeError: the shapes do not fit each other.
         DtypeError: the dtypes differ, or ``ends_G`` is not int32 or int64.
     """
-    _check("grouped_mm_dx", dy_TN, w_GNK, ends_G, columns_dim=1)
+    check_grouped("grouped_mm_dx", dy_TN, w_GNK, ends_G, columns_dim=1)
     return _mm_rows(dy_TN, w_GNK, ends_G)
 
 
@@ -61,23 +57,11 @@ def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
         ShapeError: the two do not have the same number of rows.
         DtypeError: the dtypes differ, or ``ends_G`` is not int32 or int64.
     """
-    _check_ends("grouped_mm_dw", ends_G)
-    _check_dtypes("grouped_mm_dw", dy_TN, x_TK)
-    if dy_TN.ndim != 2 or x_TK.ndim != 2 or dy_TN.shape[0] != x_TK.shape[0]:
-        raise ShapeError(
-            f"grouped_mm_dw needs (T, N) and (T, K) with the same T, got {tuple(dy_TN.shape)} "
-            f"and {tuple(x_TK.shape)}; pass the gradient and the input of the same rows"
-        )
+    check_grouped_dw(dy_TN, x_TK, ends_G)
     groups, rows = ends_G.shape[0], x_TK.shape[0]
     dw_GNK = x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])
     if dw_GNK.numel() == 0 or rows == 0:
         return dw_GNK
-    if _has_fast_mm(x_TK):
-        ends_G = ends_G.clamp(0, rows).int()
-        fast_GNK = F.grouped_mm(_pad(dy_TN).t(), _pad(x_TK), offs=ends_G)
-        fast_GNK = fast_GNK[:, : dy_TN.shape[1], : x_TK.shape[1]]
-        # What the fast matmul leaves in an empty group differs between GPUs.
-        return torch.where(_counts(ends_G).view(-1, 1, 1) > 0, fast_GNK, dw_GNK)
     if x_TK.is_cuda:
         for g, m_T in enumerate(_masks(ends_G, rows)):
             # Both sides are masked: a zero times the other side's NaN would be NaN.
@@ -95,11 +79,7 @@ def group_sum(x_TN: Tensor, ends_G: Tensor) -> Tensor:
     Raises:
         ShapeError: ``x_TN`` is not two-dimensional.
     """
-    _check_ends("group_sum", ends_G)
-    if x_TN.ndim != 2:
-        raise ShapeError(
-            f"group_sum needs (T, N), got {tuple(x_TN.shape)}; flatten the leading dimensions"
-        )
+    check_group_sum(x_TN, ends_G)
     sum_GN = x_TN.new_zeros(ends_G.shape[0], x_TN.shape[1])
     if x_TN.is_cuda:
         for g, m_T in enumerate(_masks(ends_G, x_TN.shape[0])):
@@ -116,13 +96,7 @@ def add_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> Tensor:
     Raises:
         ShapeError: ``bias_GN`` is not one row of ``N`` for each group.
     """
-    _check_ends("add_group_bias", ends_G)
-    wanted = (ends_G.shape[0], y_TN.shape[-1])
-    if y_TN.ndim != 2 or tuple(bias_GN.shape) != wanted:
-        raise ShapeError(
-            f"add_group_bias needs rows (T, N) and a bias (G, N) = {wanted}, got "
-            f"{tuple(y_TN.shape)} and {tuple(bias_GN.shape)}; give each group one bias"
-        )
+    check_group_bias(y_TN, bias_GN, ends_G)
     group_T = row_groups(ends_G, y_TN.shape[0])
     none_1N = bias_GN.new_zeros(1, bias_GN.shape[1])
     bias_TN = torch.cat([bias_GN, none_1N]).index_select(0, group_T)
@@ -136,13 +110,6 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     out_TC = a_TJ.new_zeros(rows, columns)
     if out_TC.numel() == 0 or b_GJC.shape[0] == 0 or b_GJC.shape[1] == 0:
         return out_TC
-    if _has_fast_mm(a_TJ):
-        ends_G = ends_G.clamp(0, rows).int()
-        b_GJC = _pad(b_GJC.mT).mT if b_GJC.stride(1) == 1 else _pad(b_GJC)
-        fast_TC = F.grouped_mm(_pad(a_TJ), b_GJC, offs=ends_G)[:, :columns]
-        # The fast matmul does not write the tail of its output at all.
-        m_T = torch.arange(rows, device=ends_G.device) < ends_G[-1]
-        return fast_TC.where(m_T.unsqueeze(1), 0)
     if a_TJ.is_cuda:
         for g, m_T in enumerate(_masks(ends_G, rows)):
             out_TC = (_wide(a_TJ) @ _wide(b_GJC[g])).to(out_TC.dtype).where(m_T, out_TC)
@@ -150,21 +117,6 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     for g, start, end in _spans(ends_G, rows):
         out_TC[start:end] = _wide(a_TJ[start:end]) @ _wide(b_GJC[g])
     return out_TC
-
-
-def _has_fast_mm(x: Tensor) -> bool:
-    """Say if torch multiplies groups of this tensor without reading their sizes."""
-    if not x.is_cuda or x.dtype is not torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def _pad(x: Tensor) -> Tensor:
-    """Append zeros to the last dimension, of matrices to both, up to whole aligned units."""
-    unit = _ALIGNED_BYTES // x.element_size()
-    zeros = [0, -x.shape[-1] % unit] + [0, -x.shape[-2] % unit] * (x.ndim == 3)
-    x = F.pad(x, zeros) if any(zeros) else x.contiguous()
-    return x.clone() if x.data_ptr() % _ALIGNED_BYTES else x
 
 
 def _spans(ends_G: Tensor, rows: int) -> Iterator[tuple[int, int, int]]:
@@ -182,17 +134,16 @@ def _masks(ends_G: Tensor, rows: int) -> Iterator[Tensor]:
         yield (group_T == g).unsqueeze(1)
 
 
-def _counts(ends_G: Tensor) -> Tensor:
-    return torch.diff(ends_G, prepend=ends_G.new_zeros(1))
-
-
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
-def _check(kernel: str, x: Tensor, w_GNK: Tensor, ends_G: Tensor, *, columns_dim: int) -> None:
-    _check_ends(kernel, ends_G)
-    _check_dtypes(kernel, x, w_GNK)
+def check_grouped(
+    kernel: str, x: Tensor, w_GNK: Tensor, ends_G: Tensor, *, columns_dim: int
+) -> None:
+    """Refuse operands of a grouped product that do not fit each other."""
+    check_ends(kernel, ends_G)
+    check_dtypes(kernel, x, w_GNK)
     if x.ndim != 2 or w_GNK.ndim != 3 or x.shape[1] != w_GNK.shape[columns_dim]:
         side = "K" if columns_dim == 2 else "N"
         raise ShapeError(
@@ -206,7 +157,19 @@ def _check(kernel: str, x: Tensor, w_GNK: Tensor, ends_G: Tensor, *, columns_dim
         )
 
 
-def _check_ends(kernel: str, ends_G: Tensor) -> None:
+def check_grouped_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> None:
+    """Refuse a gradient and an input that are not of the same rows and dtype."""
+    check_ends("grouped_mm_dw", ends_G)
+    check_dtypes("grouped_mm_dw", dy_TN, x_TK)
+    if dy_TN.ndim != 2 or x_TK.ndim != 2 or dy_TN.shape[0] != x_TK.shape[0]:
+        raise ShapeError(
+            f"grouped_mm_dw needs (T, N) and (T, K) with the same T, got {tuple(dy_TN.shape)} "
+            f"and {tuple(x_TK.shape)}; pass the gradient and the input of the same rows"
+        )
+
+
+def check_ends(kernel: str, ends_G: Tensor) -> None:
+    """Refuse ends that are not one integer for each group."""
     if ends_G.ndim != 1:
         raise ShapeError(
             f"{kernel} needs ends of shape (G,), got {tuple(ends_G.shape)}; "
@@ -218,9 +181,30 @@ def _check_ends(kernel: str, ends_G: Tensor) -> None:
         )
 
 
-def _check_dtypes(kernel: str, a: Tensor, b: Tensor) -> None:
+def check_dtypes(kernel: str, a: Tensor, b: Tensor) -> None:
+    """Refuse operands of two dtypes."""
     if a.dtype is not b.dtype:
         raise DtypeError(
             f"{kernel} needs both operands in one dtype, got {a.dtype} and {b.dtype}; "
             "cast one of them before the call"
+        )
+
+
+def check_group_sum(x_TN: Tensor, ends_G: Tensor) -> None:
+    """Refuse what are not rows."""
+    check_ends("group_sum", ends_G)
+    if x_TN.ndim != 2:
+        raise ShapeError(
+            f"group_sum needs (T, N), got {tuple(x_TN.shape)}; flatten the leading dimensions"
+        )
+
+
+def check_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> None:
+    """Refuse a bias that is not one row for each group."""
+    check_ends("add_group_bias", ends_G)
+    wanted = (ends_G.shape[0], y_TN.shape[-1])
+    if y_TN.ndim != 2 or tuple(bias_GN.shape) != wanted:
+        raise ShapeError(
+            f"add_group_bias needs rows (T, N) and a bias (G, N) = {wanted}, got "
+            f"{tuple(y_TN.shape)} and {tuple(bias_GN.shape)}; give each group one bias"
         )

@@ -24,7 +24,7 @@ def layer_norm(
     Raises:
         ShapeError: weight or bias is not one number for each feature.
     """
-    _check("layer_norm", x_TH, weight_H, bias_H)
+    check_norm("layer_norm", x_TH, weight_H, bias_H)
     x = _wide(x_TH)
     mean_T1 = x.mean(1, keepdim=True)
     # The variance around the mean already known: no cancellation for rows far from zero.
@@ -43,8 +43,8 @@ def layer_norm_backward(
     Raises:
         ShapeError: the shapes do not fit each other.
     """
-    _check("layer_norm_backward", x_TH, weight_H, None)
-    _check_gradient("layer_norm_backward", dy_TH, x_TH)
+    check_norm("layer_norm_backward", x_TH, weight_H, None)
+    check_norm_gradient("layer_norm_backward", dy_TH, x_TH)
     x, dy = _wide(x_TH), _wide(dy_TH)
     unit = (x - mean_T.unsqueeze(1)) * rstd_T.unsqueeze(1)
     dunit = dy * weight_H.to(x.dtype)
@@ -63,7 +63,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor
     Raises:
         ShapeError: the weight is not one number for each feature.
     """
-    _check("rms_norm", x_TH, weight_H, None)
+    check_norm("rms_norm", x_TH, weight_H, None)
     x = _wide(x_TH)
     rstd_T1 = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
     y = x * rstd_T1 * weight_H.to(x.dtype)
@@ -78,8 +78,8 @@ def rms_norm_backward(
     Raises:
         ShapeError: the shapes do not fit each other.
     """
-    _check("rms_norm_backward", x_TH, weight_H, None)
-    _check_gradient("rms_norm_backward", dy_TH, x_TH)
+    check_norm("rms_norm_backward", x_TH, weight_H, None)
+    check_norm_gradient("rms_norm_backward", dy_TH, x_TH)
     x, dy = _wide(x_TH), _wide(dy_TH)
     unit = x * rstd_T.unsqueeze(1)
     dunit = dy * weight_H.to(x.dtype)
@@ -91,7 +91,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
-def _check(kernel: str, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None) -> None:
+def check_norm(kernel: str, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None) -> None:
+    """Refuse a weight or bias that is not one number for each feature."""
     for name, value in (("weight", weight_H), ("bias", bias_H)):
         if x_TH.ndim != 2 or (value is not None and tuple(value.shape) != (x_TH.shape[1],)):
             shape = None if value is None else tuple(value.shape)
@@ -101,7 +102,8 @@ def _check(kernel: str, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None) -
             )
 
 
-def _check_gradient(kernel: str, dy_TH: Tensor, x_TH: Tensor) -> None:
+def check_norm_gradient(kernel: str, dy_TH: Tensor, x_TH: Tensor) -> None:
+    """Refuse a gradient of another shape than the input's."""
     if dy_TH.shape != x_TH.shape:
         raise ShapeError(
             f"{kernel} needs a gradient of the input's shape {tuple(x_TH.shape)}, got "

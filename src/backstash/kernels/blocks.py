@@ -1,0 +1,107 @@
+"""What the Triton kernels over blocks of rows share: which rows a program works on.
+
+A program gets at most B rows, and never rows of two groups.  The host does not know how many
+rows a group has, so it starts ``ceil(M / B) + G`` programs, which is as many as there can be
+need for.  A first, tiny launch writes a table that tells each program its group and its rows:
+a search in each of thousands of programs would cost more than that launch.  The programs that
+no group needs are enough to cover the tail, B rows each: with m_g rows in group g,
+``sum(ceil(m_g / B)) <= (sum(m_g) + G (B - 1)) / B``.
+
+Letters: M rows, K columns, G groups, B rows of a block, S blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _table_kernel(
+    p_ends,
+    p_table,
+    groups,
+    rows,
+    blocks,
+    B: tl.constexpr,
+    BG: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program writes the entries of one group; the last, those of the tail."""
+    group = tl.program_id(0)
+    i_group = tl.arange(0, BG)
+    m_group = i_group < groups
+    # Ends are cut at the buffer here: whatever they say, no address leaves it.
+    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
+    before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
+    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
+    counts = (tl.maximum(ends - before, 0) + B - 1) // B
+    first_block = tl.minimum(tl.sum(tl.where(i_group < group, counts, 0), 0), blocks)
+    # The tail begins where the last group ends, and takes all entries that are left.
+    start = tl.sum(tl.where(i_group == group, before, 0), 0)
+    end = tl.sum(tl.where(i_group == group, ends, 0), 0)
+    count = tl.sum(tl.where(i_group == group, counts, 0), 0)
+    last = tl.sum(tl.where(i_group == groups - 1, ends, 0), 0)
+    in_tail = group >= groups
+    start = tl.where(in_tail, last, start)
+    end = tl.where(in_tail, rows, end)
+    count = tl.minimum(tl.where(in_tail, blocks, count), blocks - first_block)
+    for i in range(0, count, CHUNK):
+        i_block = i + tl.arange(0, CHUNK)
+        first = tl.minimum(start + i_block * B, end)
+        p_entry = p_table + (first_block + i_block) * 4
+        m_block = i_block < count
+        tl.store(p_entry, first, mask=m_block)
+        tl.store(p_entry + 1, tl.minimum(first + B, end), mask=m_block)
+        tl.store(p_entry + 2, tl.zeros([CHUNK], tl.int32) + group, mask=m_block)
+
+
+@triton.jit
+def locate_block(p_table, rows, i_block, B: tl.constexpr):
+    """The first row of a block, the row after its last, and its group: the last in the tail."""
+    if p_table is None:
+        first = i_block * B
+        end = tl.minimum(first + B, rows)
+        group = i_block * 0
+    else:
+        first = tl.load(p_table + i_block * 4)
+        end = tl.load(p_table + i_block * 4 + 1)
+        group = tl.load(p_table + i_block * 4 + 2)
+    return first, end, group
+
+
+def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
+    """What :func:`locate_block` reads: int32 ``(S, 4)``, an entry for each program."""
+    if ends_G is None:
+        return None
+    blocks = block_count(rows, ends_G, block)
+    table_S4 = torch.empty(blocks, 4, dtype=torch.int32, device=ends_G.device)
+    groups = len(ends_G)
+    tile: dict[str, Any] = {"B": block, "BG": triton.next_power_of_2(groups), "CHUNK": 256}
+    _table_kernel[(groups + 1,)](ends_G.contiguous(), table_S4, groups, rows, blocks, **tile)
+    return table_S4
+
+
+def block_count(rows: int, ends_G: Tensor | None, block: int) -> int:
+    """How many programs cover the rows of all groups and the tail."""
+    return -(-rows // block) + (0 if ends_G is None else len(ends_G))
+
+
+def group_number(ends_G: Tensor | None) -> int:
+    """How many groups there are; a matrix without groups is one."""
+    return 1 if ends_G is None else len(ends_G)
+
+
+def unit_columns(x_MK: Tensor) -> Tensor:
+    """``x_MK`` with neighbours of a row side by side in memory; its rows may lie anywhere."""
+    return x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+
+
+def new_bytes(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Bytes that nobody has written yet."""
+    return torch.empty(rows, columns, dtype=torch.uint8, device=like.device)

@@ -1,0 +1,82 @@
+"""Activations and normalizations on a GPU against the reference in float64."""
+
+import pytest
+import torch
+
+from backstash import kernels
+from host_reads import no_host_reads
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCES = {
+    torch.float32: (1.3e-6, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+}
+SIZES = [(1, 1), (63, 65), (9, 768), (5, 5000)]
+by_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype)[6:])
+by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+
+
+def assert_near(got, wanted, terms=1):
+    """Within the tolerance of the dtype; a sum of many terms is off by its terms' roundings."""
+    assert (got is None) == (wanted is None)
+    if got is None:
+        return
+    rtol, atol = TOLERANCES[got.dtype]
+    torch.testing.assert_close(
+        got.cpu().double(), wanted.double(), rtol=rtol, atol=atol * max(1, terms) ** 0.5
+    )
+
+
+@by_dtype
+@by_size
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+def test_activations_are_the_references(activation, weighted, size, dtype):
+    rows, columns = size
+    h = torch.randn(rows, columns * (1 + kernels.ACTIVATIONS[activation])).to(dtype)
+    da = torch.randn(rows, columns).to(dtype)
+    prob = torch.rand(rows) if weighted else None
+    wide = None if prob is None else prob.double()
+    wanted = kernels.activate(h.double(), wide, activation)
+    wanted_back = kernels.activate_backward(da.double(), h.double(), wide, activation)
+    h, da = h.cuda(), da.cuda()
+    prob = None if prob is None else prob.cuda()
+    with no_host_reads():
+        got = kernels.activate(h, prob, activation)
+        dh, dprob = kernels.activate_backward(da, h, prob, activation)
+    assert_near(got, wanted)
+    assert_near(dh, wanted_back[0])
+    assert_near(dprob, wanted_back[1], terms=columns)
+
+
+@by_dtype
+@by_size
+def test_normalizations_are_the_references(size, dtype):
+    rows, columns = size
+    x, dy = (torch.randn(rows, columns).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(columns).to(dtype) for _ in range(2))
+    wide = [v.double() for v in (x, dy, weight, bias)]
+    y, mean, rstd = kernels.layer_norm(wide[0], wide[2], wide[3], 1e-5)
+    back = kernels.layer_norm_backward(wide[1], wide[0], wide[2], mean.double(), rstd.double())
+    x, dy, weight, bias = (v.cuda() for v in (x, dy, weight, bias))
+    with no_host_reads():
+        got = kernels.layer_norm(x, weight, bias, 1e-5)
+        got_back = kernels.layer_norm_backward(dy, x, weight, got[1], got[2])
+    for one, other in zip(got, (y, mean, rstd), strict=True):
+        assert_near(one, other)
+    for one, other in zip(got_back, back, strict=True):
+        assert_near(one, other, terms=columns * rows)
+    y, rstd = kernels.rms_norm(wide[0], wide[2], 1e-5)
+    back = kernels.rms_norm_backward(wide[1], wide[0], wide[2], rstd)
+    got = kernels.rms_norm(x, weight, 1e-5)
+    got_back = kernels.rms_norm_backward(dy, x, weight, got[1])
+    for one, other in zip((*got, *got_back), (y, rstd, *back), strict=True):
+        assert_near(one, other, terms=columns * rows)
+
+
+def test_without_rows_gradients_of_weights_are_zeros():
+    x, weight = torch.empty(0, 8, device="cuda"), torch.ones(8, device="cuda")
+    _, rstd = kernels.rms_norm(x, weight, 1e-5)
+    assert not kernels.rms_norm_backward(x, x, weight, rstd)[1].any()
