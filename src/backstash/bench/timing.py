@@ -14,6 +14,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+import torch
+
 BATCH_S = 0.004
 
 
@@ -47,6 +49,39 @@ def time_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats:
     finally:
         if was_collecting:
             gc.enable()
+    return _pair(turns)
+
+
+def time_gpu_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> Pair:
+    """Time two functions on the current GPU in turns, by the GPU's own clock.
+
+    Each is captured into a graph, so that the time it takes to launch is no part of it.
+    """
+    graphs = [_captured(ours), _captured(theirs)]
+    turns: list[tuple[float, float]] = []
+    for turn in range(repeats + 2):
+        times = [0.0, 0.0]
+        for i in (0, 1) if turn % 2 else (1, 0):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[i].replay()
+            end.record()
+            end.synchronize()
+            times[i] = start.elapsed_time(end) * 1000
+        turns.append((times[0], times[1]))
+    return _pair(turns[2:])  # the first two warm up
+
+
+def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def _pair(turns: list[tuple[float, float]]) -> Pair:
     ratios = sorted(first / second for first, second in turns)
     return Pair(
         ours_us=statistics.median(first for first, _ in turns),
@@ -54,7 +89,7 @@ def time_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats:
         ratio=statistics.median(ratios),
         ratio_low=ratios[len(ratios) // 4],
         ratio_high=ratios[(3 * len(ratios)) // 4],
-        repeats=repeats,
+        repeats=len(turns),
     )
 
 

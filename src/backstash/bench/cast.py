@@ -1,0 +1,182 @@
+"""How fast quantizing is beside copying: ``backstash bench cast``, on a GPU.
+
+A cast computes next to nothing, so memory is what it can be limited by.  The yardstick is a
+copy from the device to itself that moves as many bytes as the cast does, read and written
+together, timed in turns with it.  What is compared first are the codes and scales with those
+of the reference.
+
+Letters: M rows, K columns, G groups of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from backstash import kernels
+from backstash.bench.record import Row
+from backstash.bench.timing import time_gpu_pair
+from backstash.device import default_device, device_name
+from backstash.errors import DeviceError
+from backstash.kernels.reference import cast as reference
+
+SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
+GROUPS = 128
+ONE_USAGE, BOTH_USAGES = 0.85, 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CastRow(Row):
+    """A row, and what it moved: ``values`` rows of ``columns``.
+
+    ``target`` is the share of a copy's speed that is wanted.
+    """
+
+    device: str
+    columns: int
+    bytes_moved: int
+
+    @property
+    def share(self) -> float:
+        """The cast's bytes a second over the copy's."""
+        return 1 / self.pair.ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One cast: what it is called with and what it should give."""
+
+    what: str
+    target: float
+    run: Callable[[], object]
+    wanted: Callable[[], object]
+    reads: Sequence[Tensor]
+    passes: int = 1
+
+
+def measure(repeats: int) -> list[CastRow]:
+    """Compare every cast with its reference, then time it beside a copy.
+
+    Raises:
+        DeviceError: There is no GPU.
+        RuntimeError: A cast does not give what its reference does; nothing is timed.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "bench cast compares GPU kernels with a device copy and found no GPU; run it on one"
+        )
+    rows = []
+    for M, K in SIZES:
+        for work in casts(M, K):
+            given = flat(work.run())
+            check_outputs(work.what, given, flat(work.wanted()))
+            moved = sum(x.nbytes for x in work.reads) * work.passes + sum(y.nbytes for y in given)
+            # A copy of an odd number of bytes is slower than it need be.
+            half = moved // 1024 * 512
+            source = torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda")
+            target = torch.empty_like(source)
+            pair = time_gpu_pair(work.run, lambda t=target, s=source: t.copy_(s), repeats)
+            rows.append(
+                CastRow(
+                    case="cast",
+                    what=work.what,
+                    target=work.target,
+                    pair=pair,
+                    device=device_name(default_device()),
+                    values=M,
+                    columns=K,
+                    bytes_moved=moved,
+                )
+            )
+    return rows
+
+
+def casts(M: int, K: int) -> Iterator[Work]:
+    """Every cast that is timed, for bfloat16 values in one matrix and in groups."""
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    share_G = torch.distributions.Dirichlet(torch.full((GROUPS,), 0.3)).sample()
+    ends = (share_G.cumsum(0) * M).round().int().clamp(max=M).cuda()
+    ends[-1] = M
+    e4m3, scale = torch.float8_e4m3fn, torch.full((1,), 3.7, device="cuda")
+    scales = torch.rand(GROUPS, device="cuda") + 0.5
+
+    def current(kernel) -> Tensor:
+        return kernel.quantize_scaled(
+            x, kernel.scale_from_amax(kernel.amax(x), largest=448.0), e4m3
+        )
+
+    def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], object]]:
+        ours, theirs = getattr(kernels, name), getattr(reference, name)
+        return lambda: ours(*arguments), lambda: theirs(*arguments)
+
+    yield Work("float8, scale given", ONE_USAGE, *both("quantize_scaled", x, scale, e4m3), [x])
+    yield Work(
+        "float8, current scale", ONE_USAGE, lambda: current(kernels), lambda: current(reference),
+        [x], 2,
+    )  # fmt: skip
+    grouped = both("quantize_scaled", x, scales, e4m3, ends)
+    yield Work("float8, groups", ONE_USAGE, *grouped, [x])
+    yield Work("largest of groups", ONE_USAGE, *both("group_amax", x, ends), [x])
+    yield Work("mxfp8 rows", ONE_USAGE, *both("quantize_mx_rows", x), [x])
+    yield Work("mxfp8 columns, groups", ONE_USAGE, *both("quantize_mx_columns", x, ends), [x])
+    yield Work("mxfp8 both, groups", BOTH_USAGES, *both("quantize_mx_both", x, ends), [x])
+    rows, columns = kernels.quantize_mx_both(x, ends)
+    back = both("dequantize_mx_rows", *rows, x.dtype)
+    yield Work("values of mxfp8 rows", ONE_USAGE, *back, rows)
+    back = both("dequantize_mx_columns", *columns, x.dtype, ends)
+    yield Work("values of mxfp8 columns, groups", ONE_USAGE, *back, columns)
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [tensor for part in outputs for tensor in flat(part)]
+
+
+def check_outputs(what: str, given: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Refuse to time a cast that gives something else than its reference.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    for one, other in zip(given, wanted, strict=True):
+        if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            raise RuntimeError(f"{what}: outputs differ from the reference's; nothing is timed")
+
+
+def show(rows: Sequence[CastRow]) -> None:
+    """Print the table, the share of a copy's speed first."""
+    table = Table(title="casts, against a device copy of as many bytes")
+    for header in (
+        "of a copy",
+        "quartiles",
+        "wanted",
+        "GB/s",
+        "copy GB/s",
+        "µs",
+        "rows",
+        "columns",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("cast")
+    for row in rows:
+        pair = row.pair
+        table.add_row(
+            f"[bold]{row.share:.2f}[/bold]",
+            f"{1 / pair.ratio_high:.2f}-{1 / pair.ratio_low:.2f}",
+            f"≥ {row.target:.2f}",
+            f"{row.bytes_moved / pair.ours_us / 1000:.0f}",
+            f"{row.bytes_moved / pair.theirs_us / 1000:.0f}",
+            f"{pair.ours_us:.0f}",
+            str(row.values),
+            str(row.columns),
+            row.what,
+        )
+    Console(width=140).print(table)
