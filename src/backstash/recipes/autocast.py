@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 
 import torch
 
@@ -132,10 +133,14 @@ def as_recipe(given: Recipe | str) -> Recipe:
         RecipeError: It is neither.
     """
     if isinstance(given, str):
-        return recipe(given)
+        return _by_name(given)
     if not isinstance(given, Recipe):
         raise RecipeError(
             f"recipe must be a Recipe or a name such as 'mxfp8', got {given!r}; make one with "
             f"backstash.recipe(name) or backstash.custom(function)"
         )
     return given
+
+
+# Entered at every step of a training loop, and a recipe never changes.
+_by_name = functools.lru_cache(maxsize=64)(recipe)
