@@ -8,7 +8,7 @@ its own with the scalar arithmetic of ``definitions``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -95,7 +95,7 @@ def mx_tiles(
 
 
 def scale_matrix(
-    scales: dict[tuple[int, int], float], shape: tuple[int, int], dtype: type
+    scales: Mapping[tuple[int, int], float], shape: tuple[int, int], dtype: type
 ) -> np.ndarray:
     """The scales as they are kept: zero where no group has a block."""
     matrix = np.zeros(shape, dtype)

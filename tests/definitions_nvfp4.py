@@ -256,8 +256,9 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
-def random_bytes(seed: int, offset: int, block: int, stream: int) -> list[int]:
-    """The sixteen bytes of a block."""
+def random_bytes(pair: tuple[int, int], block: int, stream: int) -> list[int]:
+    """The sixteen bytes of a block; ``pair`` is seed and offset."""
+    seed, offset = pair
     words = philox(
         [block % 2**32, stream, offset % 2**32, offset >> 32], [seed % 2**32, seed >> 32]
     )
@@ -269,7 +270,7 @@ def random_rows(shape: tuple[int, int], seed: tuple[int, int], stream: int = 0) 
     rows, columns = shape
     blocks = -(-columns // BLOCK)
     drawn = [
-        [byte for c in range(blocks) for byte in random_bytes(*seed, row * blocks + c, stream)]
+        [byte for c in range(blocks) for byte in random_bytes(seed, row * blocks + c, stream)]
         for row in range(rows)
     ]
     return np.array(drawn, np.int64).reshape(rows, blocks * BLOCK)[:, :columns]
@@ -281,7 +282,7 @@ def random_columns(shape: tuple[int, int], seed: tuple[int, int]) -> np.ndarray:
     drawn = np.zeros((rows, columns), np.int64)
     for s in range(rows // BLOCK):
         for k in range(columns):
-            drawn[s * BLOCK : (s + 1) * BLOCK, k] = random_bytes(*seed, s * columns + k, 1)
+            drawn[s * BLOCK : (s + 1) * BLOCK, k] = random_bytes(seed, s * columns + k, 1)
     return drawn
 
 
@@ -294,5 +295,5 @@ def random_tiles(shape: tuple[int, int], seed: tuple[int, int]) -> np.ndarray:
         s, i = divmod(row, BLOCK)
         for c in range(tiles):
             block = (s * tiles + c) * BLOCK + i
-            drawn[row, c * BLOCK : (c + 1) * BLOCK] = random_bytes(*seed, block, 2)
+            drawn[row, c * BLOCK : (c + 1) * BLOCK] = random_bytes(seed, block, 2)
     return drawn[:, :columns]

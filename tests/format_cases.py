@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, HIGH_PRECISION, MXFP8, Format, Usage
+from backstash.formats import (
+    FLOAT8_BLOCK,
+    FLOAT8_CURRENT,
+    FLOAT8_DELAYED,
+    FLOAT8_ROWWISE,
+    HIGH_PRECISION,
+    MXFP8,
+    NVFP4,
+    Format,
+    Hybrid,
+    Usage,
+)
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
-FORMATS = [FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, HIGH_PRECISION]
+FORMATS = [
+    FLOAT8_CURRENT,
+    FLOAT8_DELAYED,
+    FLOAT8_ROWWISE,
+    FLOAT8_BLOCK,
+    dataclasses.replace(FLOAT8_BLOCK, two_d=True),
+    MXFP8,
+    dataclasses.replace(MXFP8, two_d=True),
+    NVFP4,
+    dataclasses.replace(NVFP4, two_d=True),
+    dataclasses.replace(NVFP4, hadamard=True, row_scaled=True),
+    Hybrid(rows=FLOAT8_ROWWISE, columns=NVFP4),
+    HIGH_PRECISION,
+]
 USAGES = [Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH]
 
-by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+
+def name_of(format: Format) -> str:
+    """The name and the switches that are on."""
+    switches = [key for key, value in vars(format).items() if value is True]
+    return "-".join([format.name, *switches])
+
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=name_of)
 by_usage = pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.name)
 by_grouping = pytest.mark.parametrize("ends", [None, [31, 31, 33]], ids=["one-matrix", "groups"])
 
@@ -32,6 +64,12 @@ def quantized(
         return format.quantize(GroupedTensor(x, ends), usage).data
     scale = torch.tensor([0.7]) if format.stateful else None
     return format.quantize(x, usage, scale=scale)
+
+
+def valid(format: Format, buffer: str, ends: list[int] | torch.Tensor, rows: int) -> int | None:
+    """How many rows of a grouped buffer are real; None: all of them."""
+    found = format.valid_rows(buffer, torch.as_tensor(ends, dtype=torch.int32), rows)
+    return None if found is None else int(found)
 
 
 def parts(q: Any) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from backstash.errors import RecipeError
 from backstash.formats import FLOAT8_BLOCK, Code, Usage
 from backstash.tensors import GroupedTensor
 from definitions_block import float8, scale_matrix
+from format_cases import valid
 from quantizer_cases import (
     assert_same,
     by_code,
@@ -119,11 +120,11 @@ def test_bytes_of_an_element_are_those_published():
 
 
 def test_valid_rows_are_those_of_the_groups():
-    ends = torch.tensor([3, 3, 200], dtype=torch.int32)
+    ends = [3, 3, 200]
     for buffer in ("row_codes", "row_scale_inv", "column_codes", "codes"):
-        assert FLOAT8_BLOCK.valid_rows(buffer, ends, 256).tolist() == [200]
+        assert valid(FLOAT8_BLOCK, buffer, ends, 256) == 200
     for buffer in ("column_scale_inv", "scale_inv"):
-        assert FLOAT8_BLOCK.valid_rows(buffer, ends, 256).tolist() == [3]
+        assert valid(FLOAT8_BLOCK, buffer, ends, 256) == 3
 
 
 @by_dtype

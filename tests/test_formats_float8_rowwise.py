@@ -11,6 +11,7 @@ from backstash.errors import RecipeError
 from backstash.formats import FLOAT8_ROWWISE, Code, Usage
 from backstash.tensors import GroupedTensor
 from definitions_block import WHOLE, float8, scale_matrix
+from format_cases import valid
 from quantizer_cases import (
     NAN,
     assert_same,
@@ -114,10 +115,10 @@ def test_bytes_are_one_an_element_and_a_scale_a_row():
 
 
 def test_valid_rows_are_those_of_the_groups():
-    ends = torch.tensor([3, 3, 40], dtype=torch.int32)
+    ends = [3, 3, 40]
     for buffer in ("row_codes", "row_scale_inv", "column_codes"):
-        assert FLOAT8_ROWWISE.valid_rows(buffer, ends, 64).tolist() == [40]
-    assert FLOAT8_ROWWISE.valid_rows("column_scale_inv", ends, 64) is None
+        assert valid(FLOAT8_ROWWISE, buffer, ends, 64) == 40
+    assert valid(FLOAT8_ROWWISE, "column_scale_inv", ends, 64) is None
 
 
 @pytest.mark.parametrize(

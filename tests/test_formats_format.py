@@ -17,13 +17,8 @@ from backstash.formats import (
     from_spec,
 )
 from backstash.tensors import GroupedTensor
+from format_cases import by_format, by_usage
 from quantizer_cases import by_counts, by_dtype, by_shape, grouped_values, values
-
-FORMATS = [FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, HIGH_PRECISION]
-USAGES = [Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH]
-
-by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-by_usage = pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.name)
 
 
 def specs_of(q):

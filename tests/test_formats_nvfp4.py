@@ -13,6 +13,7 @@ from backstash.errors import RecipeError
 from backstash.formats import NVFP4, Usage
 from backstash.tensors import GroupedTensor
 from definitions_block import WHOLE, scale_matrix
+from format_cases import valid
 from quantizer_cases import (
     assert_same,
     by_counts,
@@ -155,12 +156,15 @@ def test_the_transposed_codes_of_all_groups_are_a_prefix(hadamard):
     format = dataclasses.replace(NVFP4, hadamard=hadamard)
     x, ends = grouped_values([32, 0, 64], 10, tail=32)
     q = format.quantize(GroupedTensor(x, ends), Usage.COLUMNWISE).data
-    valid = format.valid_rows("column_codes", q.ends_G, len(x))
+    codes, scales = (
+        valid(format, name, [32, 32, 96], len(x)) for name in ("column_codes", "column_scales")
+    )
     # K times half of all rows, in bytes.
-    assert int(valid) * 10 == 10 * (32 + 64) // 2
+    assert codes == (32 + 64) // 2
+    assert q.column_codes[:codes].numel() == 10 * (32 + 64) // 2
     clean = q.dequantize()
-    q.column_codes[int(valid) :] = 255
-    q.column_scales[int(format.valid_rows("column_scales", q.ends_G, len(x))) :] = 255
+    q.column_codes[codes:] = 255
+    q.column_scales[scales:] = 255
     assert torch.equal(q.dequantize(), clean)
 
 
@@ -173,9 +177,9 @@ def test_bytes_past_the_valid_rows_are_never_read(counts, options):
     usages = (Usage.ROWWISE, Usage.COLUMNWISE)
     clean = [q.dequantize(usage)[: sum(counts)] for usage in usages]
     for name, buffer in q.buffers.items():
-        rows = format.valid_rows(name, q.ends_G, len(x))
+        rows = valid(format, name, ends, len(x))
         if rows is not None:
-            buffer[int(rows) :] = 0xFF if buffer.dtype is torch.uint8 else float("nan")
+            buffer[rows:] = 0xFF if buffer.dtype is torch.uint8 else float("nan")
     for usage, wanted in zip(usages, clean, strict=True):
         assert torch.equal(q.dequantize(usage)[: sum(counts)], wanted)
     assert not q.dequantize(Usage.COLUMNWISE)[sum(counts) :].any()

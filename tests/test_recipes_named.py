@@ -1,6 +1,7 @@
 """Each recipe by name gives its operands the formats of its equations, as its options say."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -67,11 +68,12 @@ def test_an_option_is_on_or_off(option):
 def test_the_group_of_float8_current_is_asked_for_inputs_and_gradients(tmp_path):
     with pytest.raises(bs.RecipeError, match="amax_group must be a process group"):
         bs.recipe("float8_current", amax_group="world")
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    place = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     try:
         group = distributed.group.WORLD
-        input, weight, gradient = formats("float8_current", amax_group=group)
+        found: Any = formats("float8_current", amax_group=group)
+        input, weight, gradient = found
         assert (input.amax_group, weight, gradient.amax_group) == (group, FLOAT8_CURRENT, group)
         assert gradient.code is Code.E5M2
         q = input.quantize(torch.tensor([[1.0, -2.0]]))

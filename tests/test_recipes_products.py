@@ -1,6 +1,7 @@
 """Formats for which no matmul exists are refused, when a recipe is made or its layer is called."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,26 +13,33 @@ from backstash.recipes import BackwardOverride, Operand, Phase, Recipe
 
 TILES = dataclasses.replace(FLOAT8_BLOCK, two_d=True)
 COARSE = dataclasses.replace(FLOAT8_CURRENT, code=Code.E5M2)
+
+
+def made(formats: Any, **options: Any) -> Recipe:
+    """A recipe of formats by operand, high precision for the others."""
+    return Recipe(name="mine", **dict(formats), **options)
+
+
 PAIRS = [("input", "weight"), ("gradient", "weight"), ("gradient", "input")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_tiles_by_tiles_are_refused(pair):
     with pytest.raises(bs.RecipeError, match=f"tiles.*{pair[0]} and {pair[1]}.*two_d=False"):
-        Recipe(name="mine", **dict.fromkeys(pair, TILES))
+        made(dict.fromkeys(pair, TILES))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("other", [COARSE, dataclasses.replace(FLOAT8_ROWWISE, code=Code.E5M2)])
 def test_e5m2_by_e5m2_is_refused(pair, other):
     with pytest.raises(bs.RecipeError, match=f"E5M2.*{pair[0]} and {pair[1]}.*Code.E4M3"):
-        Recipe(name="mine", **dict(zip(pair, (COARSE, other), strict=True)))
+        made(zip(pair, (COARSE, other), strict=True))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_tiles_by_lines_and_e5m2_by_e4m3_are_allowed(pair):
-    Recipe(name="mine", **dict(zip(pair, (TILES, FLOAT8_BLOCK), strict=True)))
-    Recipe(name="mine", **dict(zip(pair, (COARSE, FLOAT8_CURRENT), strict=True)))
+    made(zip(pair, (TILES, FLOAT8_BLOCK), strict=True))
+    made(zip(pair, (COARSE, FLOAT8_CURRENT), strict=True))
 
 
 def test_only_the_direction_that_a_matmul_reads_counts():

