@@ -105,7 +105,7 @@ class Pool:
 
     def free_pages(self) -> list[list[int]]:
         """The numbers of the free pages of each tier, in the order in which they will go."""
-        device_size, host_size = self.sizes
+        device_size = self.sizes[0]
         free: list[int] = self.free_N.tolist()
         rings = (
             (PoolState.HEAD_DEVICE, PoolState.TAIL_DEVICE, free[:device_size]),

@@ -26,7 +26,7 @@ def test_a_node_that_saves_its_own_output_does_not_hold_itself(contexts: int) ->
         else:
             y = x.exp()
     assert y.grad_fn is not None
-    y.grad_fn.metadata["token"] = token
+    y.grad_fn.metadata["token"] = token  # pyright: ignore[reportIndexIssue]
     gone = weakref.ref(token)
     del token, y
     gc.collect()

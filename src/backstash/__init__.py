@@ -66,6 +66,16 @@ from backstash.saving import (
     saved_values,
     saving,
 )
+from backstash.stash import (
+    CapturedStep,
+    PagePool,
+    Policy,
+    Sizing,
+    Stash,
+    Statistics,
+    Tail,
+    Take,
+)
 from backstash.tensors import GroupedTensor, QuantizedTensor
 from backstash.weights import (
     DistributedWeight,
@@ -85,6 +95,7 @@ __all__ = [
     "NVFP4",
     "BackstashError",
     "BackwardOverride",
+    "CapturedStep",
     "CheckpointError",
     "Code",
     "CompileError",
@@ -108,7 +119,9 @@ __all__ = [
     "ModifiedError",
     "NothingSavedError",
     "Operand",
+    "PagePool",
     "Phase",
+    "Policy",
     "QuantizedTensor",
     "Recipe",
     "RecipeError",
@@ -119,6 +132,11 @@ __all__ = [
     "RowMap",
     "SecondOrderError",
     "ShapeError",
+    "Sizing",
+    "Stash",
+    "Statistics",
+    "Tail",
+    "Take",
     "UnsupportedOpError",
     "Usage",
     "autocast",

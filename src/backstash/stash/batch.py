@@ -1,0 +1,162 @@
+"""The buffers that one autograd node saves, kept together, and the handles to them.
+
+Autograd holds a :class:`Saved` for each tensor; that holds the :class:`Kept` buffer, which
+several tensors may be views of; that holds the :class:`Batch`.  So a batch lives as long as
+anything can still ask for one of its buffers, and gives its pages back when it goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash.errors import ModifiedError
+from backstash.stash.admission import Account
+from backstash.stash.pool import Buffer, Launch, PagePool
+from backstash.stash.region import Region, View
+from backstash.stash.streams import Event, Stream
+
+
+class BatchState(enum.Enum):
+    """Where the bytes of a batch are."""
+
+    #: In the originals; nothing has been copied.
+    OPEN = "open"
+    #: In the originals, and on their way into pages.
+    COPYING = "copying"
+    #: In pages alone.
+    PAGED = "paged"
+
+
+class Original(NamedTuple):
+    """A saved tensor's buffer, and the tensor as it was packed, to see whether it changes."""
+
+    buffer: Buffer
+    tensor: Tensor
+    version: int | None
+
+    def is_changed(self) -> bool:
+        return self.version is not None and self.tensor._version != self.version
+
+
+@dataclasses.dataclass
+class Restored:
+    """Buffers that were copied back and not yet asked for."""
+
+    by_slot: dict[int, Tensor]
+    event: Event
+    stream: Stream
+    ahead: bool
+
+
+class Batch:
+    """The buffers of one launch, and what became of them.
+
+    Attributes:
+        number: Which batch of its round it is.
+        account: The pages reserved for it, None where nobody watches.
+        worst: Pages that it fills if every row is valid.
+        originals: By slot; empty once the copies are done.
+        shared: Slots that more than one node saved.
+        changed: Was an original changed in place while it was copied?
+        offers: How many tensors had been offered when it was launched.
+    """
+
+    def __init__(self, pool: PagePool, number: int, account: Account | None) -> None:
+        self.pool = pool
+        self.number = number
+        self.account = account
+        self.state = BatchState.OPEN
+        self.originals: list[Original] = []
+        self.nbytes: list[int] = []
+        self.shared: set[int] = set()
+        self.changed = False
+        self.launch: Launch | None = None
+        self.restored: Restored | None = None
+        self.stream: Stream = None
+        self.offers = 0
+
+    def add(self, region: Region, rows: Tensor | None, tensor: Tensor) -> Kept:
+        """Take the bytes of ``tensor`` into the batch, before it is launched."""
+        width = region.row_bytes if rows is not None else region.place.nbytes
+        valid = self.pool.one_row if rows is None else rows.reshape(1)
+        buffer = Buffer(region.buffer, valid, width)
+        # Detached it has the same version and no graph: a node may save its own output.
+        self.originals.append(Original(buffer, tensor.detach(), region.version))
+        self.nbytes.append(region.place.nbytes)
+        return Kept(self, len(self.nbytes) - 1, region.storage)
+
+    @property
+    def unshared(self) -> list[int]:
+        """The slots that one node alone asks for: they are copied back together."""
+        return [slot for slot in range(len(self.nbytes)) if slot not in self.shared]
+
+    def send(self, *, offers: int) -> None:
+        """Copy the originals into pages, inside the pool's turn."""
+        buffers = [original.buffer for original in self.originals]
+        self.launch = self.pool.stash(buffers, self.account, self.number)
+        self.state = BatchState.COPYING
+        self.stream = self.pool.streams.here()
+        self.offers = offers
+
+    def land(self) -> None:
+        """Let the originals go, behind their copies."""
+        if self.state is not BatchState.COPYING or self.launch is None:
+            return
+        self.pool.streams.wait(self.launch.done, self.stream)
+        self.changed = any(original.is_changed() for original in self.originals)
+        self.originals = []
+        self.state = BatchState.PAGED
+
+    def original(self, slot: int) -> Tensor | None:
+        """The bytes of a slot if they have not been let go yet.
+
+        Raises:
+            ModifiedError: They were changed in place.
+        """
+        if self.changed or (self.originals and self.originals[slot].is_changed()):
+            raise ModifiedError(
+                "a tensor needed for backward was modified in place while it was being stashed; "
+                "change a clone instead"
+            )
+        return self.originals[slot].buffer.data if self.originals else None
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if self.launch is None:
+            if self.account is not None:
+                self.pool.drop(self.account)
+            return
+        streams = self.pool.streams
+        if self.launch.captured == streams.is_capturing():
+            # Memory that a lane still uses must not be used again before.
+            if self.originals:
+                streams.wait(self.launch.done, self.stream)
+            if self.restored is not None and self.restored.by_slot:
+                streams.wait(self.restored.event, self.restored.stream)
+        self.pool.drop(self.launch)
+
+
+class Kept:
+    """One buffer of a batch."""
+
+    __slots__ = ("__weakref__", "batch", "slot", "storage")
+
+    def __init__(self, batch: Batch, slot: int, storage: StorageWeakRef) -> None:
+        self.batch = batch
+        self.slot = slot
+        # While there is a weak reference, no other storage gets the address that it is known by.
+        self.storage = storage
+
+
+class Saved(NamedTuple):
+    """What autograd holds of a saved tensor: how it is a view of which buffer."""
+
+    kept: Kept
+    view: View

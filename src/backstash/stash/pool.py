@@ -1,0 +1,383 @@
+"""``PagePool``: bytes in pages, on the device and in host memory; it knows nothing of autograd.
+
+A *page* is a power of two of bytes.  A *launch* copies a few buffers into pages at once; its
+table, on the device, says which.  Pages are taken on the device first and in host memory when
+those are used up, so one buffer may lie partly on each.
+
+Whoever holds a launch holds its pages.  ``drop`` may be called by any thread at any time, by
+a finalizer too: where the pool is busy, whoever is using it gives the pages back on leaving.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backstash import kernels
+from backstash.device import default_device, has_triton
+from backstash.errors import ConfigError, DeviceError
+from backstash.kernels import PoolState
+from backstash.stash.admission import Account, Policy
+from backstash.stash.memory import Memory
+from backstash.stash.sizing import Sizing
+from backstash.stash.streams import Event, streams_of
+
+PAGE_BYTES = 1 << 16
+_LEAST_PAGE_BYTES = 16
+
+
+class Buffer(NamedTuple):
+    """What is to be stashed: bytes, how many rows of them are valid, and a row's width."""
+
+    data: Tensor
+    rows: Tensor
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Launch:
+    """Buffers that were stashed together.
+
+    Attributes:
+        table: Where their bytes went.
+        buffers: How many there are.
+        account: What the ledger counts for them; None where nobody watches.
+        done: Behind the copy.
+        captured: Was it recorded into a CUDA graph?
+        reads: Behind each copy back; pages are given back behind all of them.
+        memory: The pool's memory that it lies in.
+    """
+
+    table: Tensor
+    buffers: int
+    account: Account | None
+    done: Event
+    captured: bool
+    reads: list[Event]
+    memory: Memory
+
+
+class PagePool:
+    """Pages that all layers share.
+
+    Args:
+        capacity_bytes: Bytes on the device, rounded down to whole pages.
+        host_bytes: Bytes in (pinned) host memory, for what the device has no room for.
+        device: Where it is; default the GPU if there is one, else the CPU.
+        page_bytes: Bytes of a page, a power of two from 16 up.
+        sizing: How the pool follows what is needed, between rounds; default not at all.
+
+    Raises:
+        ConfigError: A size means nothing.
+        DeviceError: There are no kernels for the device.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        host_bytes: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        page_bytes: int = PAGE_BYTES,
+        sizing: Sizing | None = None,
+    ) -> None:
+        if page_bytes < _LEAST_PAGE_BYTES or page_bytes & (page_bytes - 1):
+            raise ConfigError(
+                f"page_bytes must be a power of two from {_LEAST_PAGE_BYTES} up, got {page_bytes}"
+            )
+        if capacity_bytes < 0 or host_bytes < 0:
+            raise ConfigError(
+                f"a pool has zero bytes or more, got capacity_bytes={capacity_bytes} and "
+                f"host_bytes={host_bytes}"
+            )
+        self.device = _indexed(device)
+        self.page_bytes = page_bytes
+        self.sizing = sizing
+        self.streams = streams_of(self.device)
+        self.growths = 0
+        #: A graph holds the addresses of this memory, so it stays where it is.
+        self.is_fixed = False
+        self._high = 0.0
+        self._kept = 0.0
+        self._asked: Event | None = None
+        self._lock = threading.Lock()
+        self._dropped: collections.deque[Launch | Account] = collections.deque()
+        self._one = torch.ones(1, dtype=torch.int32, device=self.device)
+        pinned = self.device.type == "cuda"
+        self._answer = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
+        self._read = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
+        self.memory = self._allocate(capacity_bytes // page_bytes, host_bytes // page_bytes)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        estimate_bytes: int = 0,
+        host_bytes: int = 0,
+        device: torch.device | str | None = None,
+        page_bytes: int = PAGE_BYTES,
+        sizing: Sizing | None = None,
+    ) -> PagePool:
+        """A pool that follows what is needed, starting from an estimate.
+
+        Until it has seen a round, what finds no room is kept by its owner.
+        """
+        sizing = sizing or Sizing()
+        pages = sizing.pages(-(-estimate_bytes // page_bytes), page_bytes)
+        pool = cls(
+            pages * page_bytes, host_bytes, device=device, page_bytes=page_bytes, sizing=sizing
+        )
+        pool._high = estimate_bytes / page_bytes
+        return pool
+
+    @property
+    def device_size(self) -> int:
+        """Pages on the device."""
+        return self.memory.device_pages.numel() // self.page_bytes
+
+    @property
+    def host_size(self) -> int:
+        """Pages in host memory."""
+        return self.memory.host_pages.numel() // self.page_bytes
+
+    @property
+    def one_row(self) -> Tensor:
+        """The valid length of a buffer that is one row, and valid as a whole."""
+        return self._one
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Use the pool alone; what was dropped meanwhile is given back before and after."""
+        with self._lock:
+            self._give_back()
+            yield
+        self.settle()
+
+    def settle(self) -> None:
+        """Give back what was dropped, unless someone is at it already."""
+        while self._returnable() and self._lock.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                self._lock.release()
+
+    def pages_of(self, sizes: Sequence[int]) -> int:
+        """Pages that buffers of so many bytes fill if every row is valid."""
+        return sum(-(-nbytes // self.page_bytes) for nbytes in sizes)
+
+    def admit(self, worst: int, policy: Policy) -> tuple[Account | None, int]:
+        """Reserve ``worst`` pages, inside :meth:`turn`; None if there may be no room.
+
+        Returns:
+            The account, and how often the host waited (0 or 1).
+        """
+        ledger, waits = self.memory.ledger, 0
+        ledger.poll()
+        fits = ledger.room(worst)
+        if not fits and policy is Policy.WAIT:
+            waits = 1
+            fits = ledger.wait(self.streams.host_wait, worst)
+        if not fits and policy is not Policy.KEEP:
+            fits = ledger.room(worst, spilling=True)
+        return ledger.open(worst) if fits else None, waits
+
+    def stash(self, buffers: Sequence[Buffer], account: Account | None, number: int) -> Launch:
+        """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``."""
+        memory = self.memory
+        captured = self.streams.is_capturing()
+        self.is_fixed |= captured
+        with self.streams.outward():
+            table = torch.empty(
+                kernels.table_length(
+                    len(buffers), self.pages_of([b.data.numel() for b in buffers])
+                ),
+                dtype=torch.int64,
+                device=self.device,
+            )
+            kernels.stash_pages(
+                [buffer.data for buffer in buffers],
+                [buffer.rows for buffer in buffers],
+                [buffer.row_bytes for buffer in buffers],
+                table,
+                memory.device_pages,
+                memory.host_pages,
+                memory.free_N,
+                memory.state,
+                memory.ledger.receipt_of(account),
+                page_bytes=self.page_bytes,
+                number=number,
+            )
+            done = self.streams.event()
+        if account is not None:
+            memory.ledger.launched(account, done)
+        return Launch(
+            table=table,
+            buffers=len(buffers),
+            account=account,
+            done=done,
+            captured=captured,
+            reads=[],
+            memory=memory,
+        )
+
+    def restore(
+        self, launch: Launch, destinations: Sequence[Tensor], places: Sequence[int]
+    ) -> Event:
+        """Copy buffers back, inside :meth:`turn`; they hold their values behind the event."""
+        memory = launch.memory
+        with self.streams.inward():
+            kernels.restore_pages(
+                destinations,
+                places,
+                launch.table,
+                memory.device_pages,
+                memory.host_pages,
+                memory.state,
+                buffers=launch.buffers,
+                page_bytes=self.page_bytes,
+            )
+            done = self.streams.event()
+        launch.reads.append(done)
+        return done
+
+    def drop(self, held: Launch | Account) -> None:
+        """Give pages back, or the reservation of what was never stashed; from any thread."""
+        self._dropped.append(held)
+        self.settle()
+
+    def counters(self) -> dict[PoolState, int]:
+        """The counters on the device, by one read for which the host waits."""
+        with self.turn():
+            self.streams.join()
+            self._read.copy_(self.memory.state, non_blocking=True)
+            self.streams.host_wait(self.streams.event())
+            values: list[int] = self._read.tolist()
+        return dict(zip(PoolState, values, strict=True))
+
+    def clear_overflow(self) -> None:
+        """Forget the overflows that were seen."""
+        with self.turn():
+            self.streams.join()
+            for place in (PoolState.OVERFLOWS, PoolState.SHORTAGE, PoolState.FIRST_OVERFLOW):
+                self.memory.state[place].zero_()
+
+    def is_empty(self) -> bool:
+        """Is nothing held, as far as the host knows?"""
+        return not self._dropped and self.memory.ledger.bound == 0
+
+    def note_kept(self, worst: int) -> None:
+        """Count pages that would have been wanted too, had there been room for them."""
+        ledger = self.memory.ledger
+        share = ledger.pages_arrived / ledger.worst_arrived if ledger.worst_arrived else 1.0
+        self._kept += worst * share
+
+    def grow(self, capacity_bytes: int) -> bool:
+        """Replace the memory by more of it; returns whether there is more now.
+
+        Addresses change: a CUDA graph that was captured with the old ones must not run again.
+
+        Raises:
+            ConfigError: Pages are in use.
+        """
+        pages = capacity_bytes // self.page_bytes
+        if self.sizing is not None:
+            pages = self.sizing.limit(pages, self.page_bytes)
+        with self.turn():
+            if not self.is_empty():
+                raise ConfigError(
+                    f"a pool can grow only while no page is in use, but up to "
+                    f"{self.memory.ledger.bound} are; run backward first, or drop the graph"
+                )
+            return pages > self.device_size and self._replace(pages)
+
+    def adapt(self) -> None:
+        """Follow what earlier rounds needed, inside :meth:`turn` and between rounds.
+
+        What the last round needed is asked of the device now and read when it has arrived.
+        """
+        if self.sizing is None or self.is_fixed or not self.is_empty():
+            return
+        if self._asked is None:
+            with self.streams.outward():
+                self._answer.copy_(self.memory.state, non_blocking=True)
+                self.memory.state[PoolState.DEMAND].zero_()
+                self._asked = self.streams.event()
+        if not self.streams.has_passed(self._asked):
+            return
+        self._asked = None
+        demand, self._kept = int(self._answer[PoolState.DEMAND]) + self._kept, 0.0
+        self._high = self.sizing.follow(self._high, demand)
+        pages = self.sizing.pages(self._high, self.page_bytes)
+        if pages > self.device_size or pages < self.device_size // 2:
+            self._replace(pages)
+
+    def _returnable(self) -> bool:
+        """Has something been dropped that can be given back from here?"""
+        if not self._dropped:
+            return False
+        capturing = self.streams.is_capturing()
+        return any(_is_captured(held) == capturing for held in tuple(self._dropped))
+
+    def _give_back(self) -> None:
+        # What a graph took must be given back by the graph, and nothing else by it.
+        capturing = bool(self._dropped) and self.streams.is_capturing()
+        for _ in range(len(self._dropped)):
+            held = self._dropped.popleft()
+            if _is_captured(held) != capturing:
+                self._dropped.append(held)
+            elif isinstance(held, Account):
+                self.memory.ledger.close(held, launched=False)
+            else:
+                self._release(held)
+
+    def _release(self, launch: Launch) -> None:
+        memory = launch.memory
+        with self.streams.outward(launch.reads):
+            kernels.release_pages(
+                launch.table,
+                memory.free_N,
+                memory.state,
+                buffers=launch.buffers,
+                device_size=memory.device_pages.numel() // self.page_bytes,
+            )
+        if launch.account is not None:
+            memory.ledger.close(launch.account, launched=True)
+
+    def _allocate(self, device_size: int, host_size: int) -> Memory:
+        return Memory.allocate(device_size, host_size, self.page_bytes, self.device)
+
+    def _replace(self, device_size: int) -> bool:
+        before, host_size = self.device_size, self.host_size
+        # The old memory goes first, behind whatever still reads it: both need not fit at once.
+        self.streams.join()
+        del self.memory
+        try:
+            self.memory = self._allocate(device_size, host_size)
+        except torch.OutOfMemoryError:
+            self.memory = self._allocate(before, host_size)
+            return False
+        self.growths += device_size > before
+        return True
+
+
+def _is_captured(held: Launch | Account) -> bool:
+    return isinstance(held, Launch) and held.captured
+
+
+def _indexed(device: torch.device | str | None) -> torch.device:
+    """The device with its number, as tensors on it say it."""
+    chosen = default_device() if device is None else torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(f"a pool is on a CPU or a CUDA GPU, got {chosen}; choose one of them")
+    if chosen.type == "cuda" and not has_triton():
+        raise DeviceError("a pool on a GPU needs Triton, which is not there; install it")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -1,0 +1,112 @@
+"""Which bytes of a storage a saved tensor needs, and how it is put together from them again.
+
+What is copied is a run of whole rows that starts where the valid rows start.  A contiguous
+tensor is its own bytes.  A view of some columns of a larger buffer (a gate and its partner,
+say) is not one run of bytes, so the buffer is taken as a whole, once for all of its views.
+Whatever has no such run is refused, never half-copied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class View(NamedTuple):
+    """A tensor as a view of a buffer of bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensor in ``buffer``, which is uint8 of one dimension."""
+        values = buffer.view(self.dtype)
+        offset = int(values.storage_offset()) + self.offset
+        return values.as_strided(self.size, self.stride, offset)
+
+
+class Place(NamedTuple):
+    """A run of bytes of one storage: two tensors with the same place are aliases."""
+
+    storage: int
+    start: int
+    nbytes: int
+
+
+class Region(NamedTuple):
+    """The bytes that a saved tensor needs.
+
+    ``version`` is that of the tensor, so that the same place with other content differs.
+    """
+
+    buffer: Tensor
+    row_bytes: int
+    place: Place
+    storage: StorageWeakRef
+    view: View
+    version: int | None
+
+
+def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
+    """The region of a tensor, or None where its bytes are no run that could be copied.
+
+    With ``marked`` only the first rows are real, so these must be a prefix of the region.
+    """
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    item = tensor.itemsize
+    storage = tensor.untyped_storage()
+    stride = tensor.stride()
+    if tensor.is_contiguous():
+        start, nbytes = int(tensor.storage_offset()) * item, tensor.nbytes
+        row_bytes = nbytes // tensor.shape[0] if marked else nbytes
+    elif marked and _is_columns_of_whole(tensor, storage.nbytes()):
+        start, nbytes = 0, storage.nbytes()
+        row_bytes = stride[0] * item
+    elif not marked and _is_dense(tensor):
+        start, nbytes, row_bytes = int(tensor.storage_offset()) * item, tensor.nbytes, tensor.nbytes
+    else:
+        return None
+    with torch.no_grad():
+        buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        buffer.set_(storage, start, (nbytes,), (1,))  # pyright: ignore[reportArgumentType]
+    return Region(
+        buffer,
+        row_bytes,
+        Place(storage._cdata, start, nbytes),
+        StorageWeakRef(storage),
+        View(tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()) - start // item),
+        None if tensor.is_inference() else tensor._version,
+    )
+
+
+def _is_columns_of_whole(tensor: Tensor, storage_bytes: int) -> bool:
+    """Are these columns of a matrix that is its whole storage, each row within one of its rows?"""
+    inner = sum((size - 1) * stride for size, stride in _dims(tensor)[1:])
+    row = tensor.stride(0)
+    return (
+        row * tensor.shape[0] * tensor.itemsize == storage_bytes
+        and int(tensor.storage_offset()) + inner < row
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Is every byte between the first and the last the tensor's own, once?"""
+    dims = sorted(_dims(tensor), key=lambda dim: dim[1])
+    expected = 1
+    for size, stride in dims:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _dims(tensor: Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.shape, tensor.stride(), strict=True))

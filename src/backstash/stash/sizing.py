@@ -1,0 +1,57 @@
+"""How large a pool should be: from an estimate at first, then from what was seen.
+
+The pool follows a decayed maximum of the pages that each round would have needed: a burst is
+remembered for a while and then forgotten, and one quiet round does not make it small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from backstash.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """By how much a pool is larger than its need, and how fast it forgets.
+
+    Attributes:
+        margin: Capacity over need; more than 1.
+        decay: What is left of a maximum after a round.
+        most_bytes: The pool never grows beyond this; None for no limit.
+
+    Raises:
+        ConfigError: A value means nothing.
+    """
+
+    margin: float = 1.1
+    decay: float = 0.98
+    most_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.margin < math.inf or not 0 <= self.decay <= 1:
+            raise ConfigError(
+                f"Sizing needs a margin of 1 or more and a decay between 0 and 1, got "
+                f"margin={self.margin} and decay={self.decay}"
+            )
+        if self.most_bytes is not None and self.most_bytes < 0:
+            raise ConfigError(f"most_bytes must not be negative, got {self.most_bytes}")
+
+    def follow(self, high: float, demand: float) -> float:
+        """The decayed maximum after a round that needed ``demand`` pages."""
+        return max(demand, high * self.decay)
+
+    def pages(self, need: float, page_bytes: int) -> int:
+        """Pages of a pool for a need of ``need`` pages."""
+        return self.limit(math.ceil(need * self.margin), page_bytes)
+
+    def limit(self, pages: int, page_bytes: int) -> int:
+        """``pages``, or as many as there may be."""
+        return pages if self.most_bytes is None else min(pages, self.most_bytes // page_bytes)
+
+
+def pages_for(buffers: Iterable[tuple[int, int]], page_bytes: int) -> int:
+    """Pages that buffers of ``(rows, bytes of a row)`` fill: each one's last page is its own."""
+    return sum(-(-rows * row_bytes // page_bytes) for rows, row_bytes in buffers)

@@ -1,0 +1,358 @@
+"""``Stash``: saved tensors into pages, and back when backward asks.
+
+A handler for :class:`~backstash.saving.saving`.  It takes the buffers whose valid length was
+marked, copies the valid prefix into pages of its pool, and lets the buffer go; before backward
+reads it, the prefix is copied into a new buffer.  Copies do not round, so every gradient is that
+of a run without the stash, bit for bit.
+
+All buffers that one autograd node saves are copied by one launch: the node announces them, and
+the last of them sets the launch off.  A tensor nobody announced is a launch of its own.
+
+Nothing here knows a schedule.  A handle knows its pages; in what order handles are asked for,
+how many microbatches there are, and whether a step is ever finished, makes no difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from backstash.errors import ConfigError
+from backstash.kernels import MOST_BUFFERS, PoolState
+from backstash.saving import valid_rows
+from backstash.stash.admission import Account, Policy
+from backstash.stash.batch import Batch, BatchState, Kept, Restored, Saved
+from backstash.stash.foresight import Foresight
+from backstash.stash.pool import PagePool
+from backstash.stash.region import Place, Region, region_of
+from backstash.stash.statistics import Statistics
+
+# Originals are let go when this many more tensors have been offered: time for their copies to
+# run beside compute, and less than a layer.
+_OFFERS_UNTIL_LANDING = 2
+
+
+class Take(enum.Enum):
+    """Which saved tensors a stash takes."""
+
+    #: Those whose valid length was marked: the others would only be copied.
+    MARKED = "marked"
+    #: All that are larger than a page; what is not marked is taken whole.
+    ALL = "all"
+
+
+class Tail(enum.Enum):
+    """What lies behind the valid rows of a buffer that was copied back."""
+
+    #: Anything, NaN too.  Right for whoever never reads past the valid rows, as our layers.
+    UNSPECIFIED = "unspecified"
+    #: Zeros, at the price of writing them: for plain PyTorch, which computes with every row.
+    ZEROS = "zeros"
+
+
+class _Expected(threading.local):
+    """What a node on this thread has announced and not yet saved."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.refused: set[Place] = set()
+        self.batches: list[Batch] = []
+
+
+class Stash:
+    """Keep saved tensors in pages of ``pool``, only as many rows as there are.
+
+    Give it to ``saving``: ``with saving(Stash(pool)): loss = model(x)``.  It may be used again
+    and again, by several threads, and several may share a pool.
+
+    Args:
+        pool: Where the pages are.
+        policy: What becomes of a value for which there may be no room.
+        take: Which saved tensors are taken.
+        tail: What lies behind the valid rows of what backward gets.
+        ahead: How many batches are copied back before they are asked for, each at the price
+            of its buffers at full capacity.
+
+    Raises:
+        ConfigError: ``ahead`` is negative.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        policy: Policy = Policy.SPILL,
+        take: Take = Take.MARKED,
+        tail: Tail = Tail.UNSPECIFIED,
+        ahead: int = 1,
+    ) -> None:
+        if ahead < 0:
+            raise ConfigError(f"ahead is a number of batches, 0 or more, got {ahead}")
+        self.pool = pool
+        self.policy = policy
+        self.take = take
+        self.tail = tail
+        self.ahead = ahead
+        self._expected = _Expected()
+        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None], Kept]
+        self._kept = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._copying: list[weakref.ref[Batch]] = []
+        self._foresight = Foresight()
+        self._number = 0
+        self._offers = 0
+        self._unattended = False
+        self._counts = dict.fromkeys(
+            ("batches", "kept", "bytes_kept", "waits", "foreseen", "surprises", "untouched"), 0
+        )
+
+    # --- saving -----------------------------------------------------------------------------
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """Learn which tensors one node is about to save, so that one launch takes them all."""
+        with self.pool.turn():
+            self._forget_expected()
+            regions = [region for t in tensors if (region := self._region(t, valid_rows(t)))]
+            new = list(
+                {region.place: region for region in regions if not self._known(region)}.values()
+            )
+            if not new:
+                return
+            expected = self._expected
+            for i in range(0, len(new), MOST_BUFFERS):
+                part = new[i : i + MOST_BUFFERS]
+                batch = self._admit(part)
+                if batch is None:
+                    expected.refused.update(region.place for region in part)
+                else:
+                    expected.places += [region.place for region in part]
+                    expected.batches += [batch] * len(part)
+
+    def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
+        """Take a tensor, or decline it where nothing would be gained or there is no room."""
+        self._offers += 1
+        region = self._region(tensor, rows)
+        if region is None and not self._copying:
+            return None
+        with self.pool.turn():
+            self._land(_OFFERS_UNTIL_LANDING)
+            return None if region is None else self._take(region, tensor, rows)
+
+    def _region(self, tensor: Tensor, rows: Tensor | None) -> Region | None:
+        """The bytes to take of a tensor, or None where it is not for this stash."""
+        if rows is None and self.take is Take.MARKED:
+            return None
+        if tensor.device != self.pool.device or tensor.untyped_storage().nbytes() == 0:
+            return None
+        region = region_of(tensor, marked=rows is not None)
+        # A buffer that fits into one page would only be copied.
+        if region is None or region.place.nbytes <= self.pool.page_bytes:
+            return None
+        return region
+
+    def _known(self, region: Region) -> Kept | None:
+        kept = self._kept.get((region.place, region.version))
+        return None if kept is None or kept.storage.expired() else kept
+
+    def _take(self, region: Region, tensor: Tensor, rows: Tensor | None) -> Saved | None:
+        kept = self._known(region)
+        if kept is not None:
+            kept.batch.shared.add(kept.slot)
+            return Saved(kept, region.view)
+        expected = self._expected
+        if region.place in expected.refused:
+            return None
+        if region.place in expected.places:
+            i = expected.places.index(region.place)
+            expected.places.pop(i)
+            batch = expected.batches.pop(i)
+            kept = batch.add(region, rows, tensor)
+            if batch not in expected.batches:
+                self._send(batch)
+        else:
+            batch = self._admit([region])
+            if batch is None:
+                return None
+            kept = batch.add(region, rows, tensor)
+            self._send(batch)
+        self._kept[region.place, region.version] = kept
+        return Saved(kept, region.view)
+
+    def _admit(self, regions: Sequence[Region]) -> Batch | None:
+        """A new batch with pages reserved for the regions, or None if there may be no room."""
+        if not self._live:
+            self._foresight.new_round()
+            self._number = 0
+            self.pool.adapt()
+        account: Account | None = None
+        if not self.is_unattended:
+            worst = self.pool.pages_of([region.place.nbytes for region in regions])
+            account, waits = self.pool.admit(worst, self.policy)
+            self._counts["waits"] += waits
+            if account is None:
+                self._counts["kept"] += 1
+                self._counts["bytes_kept"] += sum(region.place.nbytes for region in regions)
+                self.pool.note_kept(worst)
+                return None
+        batch = Batch(self.pool, self._number, account)
+        self._live[self._number] = batch
+        self._number += 1
+        return batch
+
+    def _send(self, batch: Batch) -> None:
+        self._counts["batches"] += 1
+        batch.send(offers=self._offers)
+        self._copying.append(weakref.ref(batch))
+
+    def _forget_expected(self) -> None:
+        """What was announced and never saved is not waited for; what was saved of it goes."""
+        expected = self._expected
+        for batch in dict.fromkeys(expected.batches):
+            if batch.originals and batch.state is BatchState.OPEN:
+                self._send(batch)
+        expected.places, expected.batches, expected.refused = [], [], set()
+
+    def _land(self, offers: int, but: Batch | None = None) -> None:
+        """Let originals go that were sent at least ``offers`` offered tensors ago."""
+        capturing = bool(self._copying) and self.pool.streams.is_capturing()
+        still: list[weakref.ref[Batch]] = []
+        for reference in self._copying:
+            batch = reference()
+            if batch is None or batch.launch is None:
+                continue
+            due = self._offers - batch.offers >= offers and batch is not but
+            if due and batch.launch.captured == capturing:
+                batch.land()
+            else:
+                still.append(reference)
+        self._copying = still
+
+    # --- restoring --------------------------------------------------------------------------
+
+    def unpack(self, handle: Saved) -> Tensor:
+        """The tensor again, in a buffer of its own unless the original is still there."""
+        kept, view = handle
+        batch = kept.batch
+        with self.pool.turn():
+            self._land(0, but=batch)
+            buffer = batch.original(kept.slot)
+            if buffer is None:
+                buffer = self._restored(batch, kept.slot)
+            else:
+                self._counts["untouched"] += 1
+            if self._foresight.asked(batch.number):
+                self._look_ahead(batch.number)
+        return view.of(buffer)
+
+    def _restored(self, batch: Batch, slot: int) -> Tensor:
+        restored = batch.restored
+        if restored is None or slot not in restored.by_slot:
+            self._count_demand(batch)
+            alone = slot in batch.shared
+            slots = (
+                [slot] if alone else [i for i in range(len(batch.nbytes)) if i not in batch.shared]
+            )
+            fresh = self._copy_back(batch, slots, ahead=False)
+            if alone:
+                # Others of the batch may be waiting to be asked for.
+                self.pool.streams.wait(fresh.event, self.pool.streams.here())
+                return fresh.by_slot[slot]
+            batch.restored = restored = fresh
+        elif restored.ahead:
+            restored.ahead = False
+            self._counts["foreseen"] += 1
+        streams = self.pool.streams
+        streams.wait(restored.event, streams.here())
+        buffer = restored.by_slot.pop(slot)
+        streams.lend(buffer, restored.stream)
+        return buffer
+
+    def _count_demand(self, batch: Batch) -> None:
+        others = list(self._live.values())
+        if any(b.restored is not None and b.restored.ahead for b in others if b is not batch):
+            self._counts["surprises"] += 1
+
+    def _copy_back(self, batch: Batch, slots: Sequence[int], *, ahead: bool) -> Restored:
+        if batch.launch is None:
+            raise ConfigError("a batch that was never stashed cannot be copied back")
+        new = torch.empty if self.tail is Tail.UNSPECIFIED else torch.zeros
+        buffers = [
+            new(batch.nbytes[slot], dtype=torch.uint8, device=self.pool.device) for slot in slots
+        ]
+        event = self.pool.restore(batch.launch, buffers, slots)
+        by_slot = dict(zip(slots, buffers, strict=True))
+        return Restored(by_slot, event, self.pool.streams.here(), ahead)
+
+    def _look_ahead(self, number: int) -> None:
+        """Copy those back that are expected after ``number``, while its backward runs."""
+        for _ in range(self.ahead):
+            number = self._foresight.after(number)
+            batch = self._live.get(number)
+            if batch is None or batch.state is not BatchState.PAGED or batch.changed:
+                return
+            waits = batch.restored is not None and batch.restored.by_slot
+            if batch.unshared and not waits:
+                batch.restored = self._copy_back(batch, batch.unshared, ahead=True)
+
+    # --- outside ----------------------------------------------------------------------------
+
+    @property
+    def is_unattended(self) -> bool:
+        """Does the host not run along, so that the device must decide alone?"""
+        return self._unattended or self.pool.streams.is_capturing()
+
+    @property
+    def is_idle(self) -> bool:
+        """Does nobody hold anything that was stashed?"""
+        return not self._live
+
+    @contextlib.contextmanager
+    def unattended(self) -> Iterator[None]:
+        """Run as a CUDA graph does: no admission; without room, a flag is raised and zeros stay."""
+        before, self._unattended = self._unattended, True
+        try:
+            yield
+        finally:
+            self._unattended = before
+
+    def settle(self) -> None:
+        """Let every original go whose copy has been launched, and give all pages back that can be.
+
+        A captured region ends with this, so that what it took it also gives back.
+        """
+        with self.pool.turn():
+            self._forget_expected()
+            self._land(0)
+        self.pool.streams.join()
+
+    def stats(self) -> Statistics:
+        """What has been done so far; the host waits for the device, so not in every step."""
+        counters = self.pool.counters()
+        pool = self.pool
+        return Statistics(
+            page_bytes=pool.page_bytes,
+            device_pages=pool.device_size,
+            host_pages=pool.host_size,
+            device_used=pool.device_size
+            - counters[PoolState.TAIL_DEVICE]
+            + counters[PoolState.HEAD_DEVICE],
+            host_used=pool.host_size
+            - counters[PoolState.TAIL_HOST]
+            + counters[PoolState.HEAD_HOST],
+            device_high=counters[PoolState.HIGH_DEVICE],
+            host_high=counters[PoolState.HIGH_HOST],
+            demand_high=counters[PoolState.DEMAND],
+            bytes_stashed=counters[PoolState.BYTES_STASHED],
+            bytes_restored=counters[PoolState.BYTES_RESTORED],
+            pages_spilled=counters[PoolState.SPILLED],
+            overflows=counters[PoolState.OVERFLOWS],
+            shortage=counters[PoolState.SHORTAGE],
+            growths=pool.growths,
+            **self._counts,
+        )

@@ -1,0 +1,155 @@
+"""Where copies run, seen from the stream that computes.
+
+Copies into pages have a lane of their own, and so have copies back: one need not queue behind
+the other.  Taking pages and giving them back share the outward lane, so each sees what the one
+before it left.  A CPU has one lane, and everything happens in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Event = Any  # torch.cuda.Event; None on a CPU
+Stream = Any  # torch.cuda.Stream; None on a CPU
+
+
+class Streams(abc.ABC):
+    """The two lanes of one device, and how they are ordered."""
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Is what is launched now recorded into a CUDA graph, not run?"""
+
+    @abc.abstractmethod
+    def here(self) -> Stream:
+        """The stream that computes."""
+
+    @abc.abstractmethod
+    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        """Launch copies into pages, behind what computes now and ``after``."""
+
+    @abc.abstractmethod
+    def inward(self) -> contextlib.AbstractContextManager[None]:
+        """Launch copies out of pages, behind what computes now."""
+
+    @abc.abstractmethod
+    def event(self) -> Event:
+        """A mark behind everything launched in the lane so far."""
+
+    @abc.abstractmethod
+    def wait(self, event: Event, stream: Stream) -> None:
+        """Let ``stream`` go on only behind ``event``."""
+
+    @abc.abstractmethod
+    def lend(self, tensor: Tensor, owner: Stream) -> None:
+        """Use memory of ``owner``'s on the stream that computes here."""
+
+    @abc.abstractmethod
+    def host_wait(self, event: Event) -> None:
+        """Let the host go on only behind ``event``."""
+
+    @abc.abstractmethod
+    def has_passed(self, event: Event) -> bool:
+        """Is everything in front of ``event`` done?  The host does not wait for the answer."""
+
+    @abc.abstractmethod
+    def join(self) -> None:
+        """Let the stream that computes go on only behind both lanes."""
+
+
+class OneLane(Streams):
+    """A CPU: a call has done its work when it returns."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def here(self) -> Stream:
+        return None
+
+    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def inward(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Event:
+        return None
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        return None
+
+    def lend(self, tensor: Tensor, owner: Stream) -> None:
+        return None
+
+    def host_wait(self, event: Event) -> None:
+        return None
+
+    def has_passed(self, event: Event) -> bool:
+        return True
+
+    def join(self) -> None:
+        return None
+
+
+class SideLanes(Streams):
+    """A GPU: two streams beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+
+    def is_capturing(self) -> bool:
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def here(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def outward(self, after: Sequence[Event] = ()) -> Iterator[None]:
+        for event in after:
+            self._out.wait_event(event)
+        self._out.wait_stream(self.here())
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out):
+            yield
+
+    @contextlib.contextmanager
+    def inward(self) -> Iterator[None]:
+        self._in.wait_stream(self.here())
+        with torch.cuda.device(self.device), torch.cuda.stream(self._in):
+            yield
+
+    def event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self.here())
+        return event
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        stream.wait_event(event)
+
+    def lend(self, tensor: Tensor, owner: Stream) -> None:
+        if (here := self.here()) != owner:
+            tensor.record_stream(here)
+
+    def host_wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def has_passed(self, event: Event) -> bool:
+        return event.query()
+
+    def join(self) -> None:
+        here = self.here()
+        here.wait_stream(self._out)
+        here.wait_stream(self._in)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The lanes of ``device``."""
+    return SideLanes(device) if device.type == "cuda" else OneLane()
