@@ -296,9 +296,9 @@ def test_an_option_that_means_nothing_is_refused_when_the_config_is_made(options
 @pytest.mark.parametrize(
     ("sizes", "options", "remedy"),
     [
-        ((0, 4, 1), {}, "at least one"),
-        ((4, 0, 1), {}, "at least one"),
-        ((4, 4, 0), {}, "between 1 and the 4"),
+        ((0, 4, 1), {}, "at least 1.*the model's width"),
+        ((4, 0, 1), {}, "at least 1.*number of experts"),
+        ((4, 4, 0), {}, "at least 1.*how many a token uses"),
         ((4, 4, 5), {}, "between 1 and the 4"),
         ((4, 6, 4), {"num_groups": 2}, "between 1 and the 3"),
         ((4, 6, 2), {"num_groups": 4}, "divides"),

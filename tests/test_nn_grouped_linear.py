@@ -226,7 +226,7 @@ def test_the_original_input_is_refused_where_the_scale_is_learnt() -> None:
 
 
 def test_no_group_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one group, got 0"):
+    with pytest.raises(ConfigError, match="num_gemms must be a whole number of at least 1, got 0"):
         GroupedLinear(0, H, N)
 
 

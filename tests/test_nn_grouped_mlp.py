@@ -248,7 +248,7 @@ def test_routing_weights_that_do_not_fit_are_refused() -> None:
 
 
 def test_no_expert_or_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one group, got 0"):
+    with pytest.raises(ConfigError, match="num_gemms must be a whole number of at least 1, got 0"):
         GroupedMLP(0, H, FFN)
     with pytest.raises(ConfigError, match="got 'tanh'"):
         build(activation="tanh")

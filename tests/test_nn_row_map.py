@@ -18,9 +18,9 @@ def test_it_knows_how_many_rows_are_gathered() -> None:
 
 
 def test_indices_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ShapeError, match="slots_TK must have 2"):
+    with pytest.raises(ShapeError, match="slots_TK must be a tensor of 2"):
         RowMap(SOURCE, SOURCE)
-    with pytest.raises(ShapeError, match="source_R must have 1"):
+    with pytest.raises(ShapeError, match="source_R must be a tensor of 1"):
         RowMap(SLOTS, SLOTS)
     with pytest.raises(DtypeError, match=r"source_R must be int32 or int64, got torch\.float32"):
         RowMap(SOURCE.float(), SLOTS)

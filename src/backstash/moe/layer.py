@@ -18,11 +18,11 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from backstash.errors import ConfigError
 from backstash.moe.dispatch import Dispatcher, Local
 from backstash.moe.losses import Losses, attach_loss
 from backstash.moe.router import Router, RouterConfig, Routing
 from backstash.nn import GroupedMLP
+from backstash.nn.options import check_name, check_sizes
 
 
 class MoE(nn.Module):
@@ -59,11 +59,9 @@ class MoE(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        if ffn_hidden_size < 1 or shared_ffn_hidden_size < 0:
-            raise ConfigError(
-                f"MoE needs experts of at least one column, got ffn_hidden_size={ffn_hidden_size} "
-                f"and shared_ffn_hidden_size={shared_ffn_hidden_size}; 0 for no shared expert"
-            )
+        check_sizes(ffn_hidden_size=ffn_hidden_size, least=1)
+        check_sizes(shared_ffn_hidden_size=shared_ffn_hidden_size, remedy="0 for no shared expert")
+        check_name(name)
         self.hidden_size = hidden_size
         self.dispatcher = Local() if dispatcher is None else dispatcher
         self.router = Router(

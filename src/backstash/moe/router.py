@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.moe.losses import Losses, balance_loss, sum_over_ranks, z_loss
+from backstash.nn.options import check_flags, check_numbers, check_sizes, placement
 from backstash.recompute import in_checkpoint, remember
 from backstash.saving import differentiable_once, save_for_backward, saved_values
 
@@ -71,21 +72,32 @@ class RouterConfig:
             raise ConfigError(
                 f"score must be 'softmax' or 'sigmoid', got {self.score!r}; pick one of the two"
             )
-        if not 1 <= self.top_groups <= self.num_groups:
+        check_sizes(
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            least=1,
+            remedy="leave both at 1 for a choice among all experts",
+        )
+        if self.normalize is not None:
+            check_flags(normalize=self.normalize)
+        if self.top_groups > self.num_groups:
             raise ConfigError(
                 f"top_groups must be between 1 and num_groups={self.num_groups}, got "
                 f"{self.top_groups}; leave both at 1 for a choice among all experts"
             )
-        for name in ("bias_update_speed", "aux_loss_weight", "z_loss_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"{name} must be a finite number of at least 0, got {value}; 0 turns it off"
-                )
-        if not (math.isfinite(self.weight_scale) and self.weight_scale > 0):
+        check_numbers(
+            bias_update_speed=self.bias_update_speed,
+            aux_loss_weight=self.aux_loss_weight,
+            z_loss_weight=self.z_loss_weight,
+            remedy="0 turns it off",
+        )
+        check_numbers(
+            weight_scale=self.weight_scale, above=0, remedy="1 leaves the weights as they are"
+        )
+        if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             raise ConfigError(
-                f"weight_scale must be a finite number above 0, got {self.weight_scale}; "
-                "1 leaves the weights as they are"
+                f"group must be a process group of torch.distributed, got {self.group!r}; leave "
+                "it out to count the tokens of this process alone"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterConfig:
@@ -133,9 +145,8 @@ class Router(nn.Module):
         _check_sizes(hidden_size, num_experts, top_k, self.config)
         self.num_experts = num_experts
         self.top_k = top_k
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
-        )
+        new = placement(device, dtype)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **new))
         bias_E = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", bias_E)
         # Not a buffer: DistributedDataParallel overwrites buffers with those of rank 0.
@@ -309,10 +320,17 @@ class _Logits(torch.autograd.Function):
 
 
 def _check_sizes(hidden_size: int, num_experts: int, top_k: int, config: RouterConfig) -> None:
-    if hidden_size < 1 or num_experts < 1:
+    check_sizes(
+        hidden_size=hidden_size,
+        num_experts=num_experts,
+        top_k=top_k,
+        least=1,
+        remedy="pass the model's width, its number of experts, and how many a token uses",
+    )
+    if not isinstance(config, RouterConfig):
         raise ConfigError(
-            f"a router needs at least one feature and one expert, got hidden_size={hidden_size} "
-            f"and num_experts={num_experts}; pass the model's width and its number of experts"
+            f"a router is configured by a RouterConfig, got {config!r}; pass "
+            "RouterConfig(score='sigmoid'), say"
         )
     if num_experts % config.num_groups:
         raise ConfigError(

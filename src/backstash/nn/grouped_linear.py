@@ -20,6 +20,7 @@ from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
@@ -115,15 +116,16 @@ class GroupedLinear(Layer):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
-        if num_gemms < 1:
-            raise ConfigError(f"GroupedLinear needs at least one group, got {num_gemms}")
+        check_sizes(num_gemms=num_gemms, least=1)
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_flags(bias=bias, save_original_input=save_original_input)
         delivery = Delivery.of(fused=fuse_wgrad_accumulation)
         super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
         self.save_original_input = save_original_input
-        new = {"device": device, "dtype": dtype}
+        new = placement(device, dtype)
         self.weight = self.make_parameter((num_gemms, out_features, in_features), **new)
         self.bias = (
             torch.nn.Parameter(torch.empty(num_gemms, out_features, **new)) if bias else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from backstash.errors import DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.feed_forward import (
     FeedForward,
@@ -29,6 +29,7 @@ from backstash.nn.feed_forward import (
 )
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
@@ -153,15 +154,16 @@ class GroupedMLP(Layer):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
-        if num_gemms < 1:
-            raise ConfigError(f"GroupedMLP needs at least one group, got {num_gemms}")
+        check_sizes(num_gemms=num_gemms, least=1)
+        check_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_flags(bias=bias)
         delivery = Delivery.of(fused=fuse_wgrad_accumulation)
         super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
         self.num_gemms = num_gemms
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = checked_activation(activation)
-        new = {"device": device, "dtype": dtype}
+        new = placement(device, dtype)
         columns = preactivation_columns(activation, ffn_hidden_size)
         self.fc1_weight = self.make_parameter((num_gemms, columns, hidden_size), **new)
         self.fc2_weight = self.make_parameter((num_gemms, hidden_size, ffn_hidden_size), **new)

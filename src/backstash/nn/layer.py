@@ -19,9 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import ConfigError, DeviceError, DtypeError, LayoutError, RecipeError, ShapeError
+from backstash.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    RecipeError,
+    ShapeError,
+)
 from backstash.nn.call import Call
 from backstash.nn.module import QuantizedModule
+from backstash.nn.options import check_flags
 from backstash.nn.projection import Projection
 from backstash.nn.weight_grad import Delivery, GradientQueue, WeightGradient
 from backstash.recipes import Operand, Phase
@@ -40,6 +48,7 @@ class Layer(QuantizedModule):
 
     def __init__(self, *, name: str | None, delivery: Delivery, delayed: bool) -> None:
         super().__init__(name=name)
+        check_flags(delay_wgrad_compute=delayed)
         self.weight_gradient = WeightGradient(delivery, GradientQueue() if delayed else None)
 
     def backward_dw(self) -> None:

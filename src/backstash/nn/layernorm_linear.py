@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
@@ -117,13 +118,15 @@ class LayerNormLinear(Layer):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_flags(bias=bias, return_layernorm_output=return_layernorm_output)
         delivery = Delivery.of(fused=fuse_wgrad_accumulation)
         super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = out_features
         self.normalization = Normalization(Kind.named(normalization), eps)
         self.return_layernorm_output = return_layernorm_output
-        new = {"device": device, "dtype": dtype}
+        new = placement(device, dtype)
         self.layer_norm_weight = torch.nn.Parameter(torch.empty(in_features, **new))
         has_norm_bias = self.normalization.kind is Kind.LAYER_NORM
         self.layer_norm_bias = (

@@ -25,6 +25,7 @@ from backstash.nn.feed_forward import (
 )
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
 from backstash.saving import differentiable_once, save_for_backward, saved_values
@@ -123,13 +124,15 @@ class LayerNormMLP(Layer):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
+        check_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_flags(bias=bias)
         delivery = Delivery.of(fused=fuse_wgrad_accumulation)
         super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = checked_activation(activation)
         self.normalization = Normalization(Kind.named(normalization), eps)
-        new = {"device": device, "dtype": dtype}
+        new = placement(device, dtype)
         self.layer_norm_weight = torch.nn.Parameter(torch.empty(hidden_size, **new))
         has_norm_bias = self.normalization.kind is Kind.LAYER_NORM
         self.layer_norm_bias = (

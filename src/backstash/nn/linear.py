@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
@@ -93,16 +94,16 @@ class Linear(Layer):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_flags(bias=bias, save_original_input=save_original_input)
         delivery = Delivery.of(fused=fuse_wgrad_accumulation)
         super().__init__(name=name, delivery=delivery, delayed=delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = out_features
         self.save_original_input = save_original_input
-        shape = (out_features, in_features)
-        self.weight = self.make_parameter(shape, device=device, dtype=dtype)
-        self.bias = (
-            self.make_parameter((out_features,), device=device, dtype=dtype) if bias else None
-        )
+        new = placement(device, dtype)
+        self.weight = self.make_parameter((out_features, in_features), **new)
+        self.bias = self.make_parameter((out_features,), **new) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.errors import RecipeError
+from backstash.errors import ConfigError, RecipeError
 from backstash.formats import FLOAT8_CURRENT, Float8Delayed, Format, HighPrecisionFormat, Usage
 from backstash.nn.call import Call
+from backstash.nn.options import check_name
 from backstash.recipes import (
     DelayedScaling,
     Gradient,
@@ -48,6 +49,7 @@ class QuantizedModule(nn.Module):
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__()
+        check_name(name)
         self.name = name or ""
         self._scalings: dict[str, DelayedScaling] = {}
         self._loaded_scalings: dict[str, Tensor] = {}
@@ -151,7 +153,14 @@ def name_modules(model: nn.Module) -> nn.Module:
 
     Returns:
         The model itself.
+
+    Raises:
+        ConfigError: ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"name_modules needs a torch.nn.Module, got {type(model).__name__}; give the model"
+        )
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             module.name = name

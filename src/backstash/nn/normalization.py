@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError
+from backstash.nn.options import check_numbers
 
 
 class Kind(enum.Enum):
@@ -53,6 +54,9 @@ class Normalization:
 
     kind: Kind
     eps: float
+
+    def __post_init__(self) -> None:
+        check_numbers(eps=self.eps, remedy="1e-5 is usual")
 
     def forward(
         self, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None

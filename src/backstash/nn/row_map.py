@@ -25,9 +25,10 @@ class RowMap:
 
     def __post_init__(self) -> None:
         for name, value, ndim in (("source_R", self.source_R, 1), ("slots_TK", self.slots_TK, 2)):
-            if value.ndim != ndim:
+            if not isinstance(value, Tensor) or value.ndim != ndim:
+                came = value.shape if isinstance(value, Tensor) else type(value).__name__
                 raise ShapeError(
-                    f"{name} must have {ndim} dimension(s), got shape {tuple(value.shape)}; pass "
+                    f"{name} must be a tensor of {ndim} dimension(s), got {came}; pass "
                     "what kernels.sort_by_expert returned"
                 )
             if value.dtype not in (torch.int32, torch.int64):

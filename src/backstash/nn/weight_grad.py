@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import ConfigError, ShapeError
+from backstash.nn.options import check_flags
 from backstash.weights.protocol import finalize_weight_grads, is_distributed_weight
 
 
@@ -39,6 +40,7 @@ class Delivery(enum.Enum):
 
     @classmethod
     def of(cls, *, fused: bool) -> Delivery:
+        check_flags(fuse_wgrad_accumulation=fused)
         return cls.MAIN_GRAD if fused else cls.AUTOGRAD
 
 
