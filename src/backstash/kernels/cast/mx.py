@@ -1,8 +1,9 @@
 """MXFP8 on a GPU: blocks of 32 with a power of two, along rows, down columns, or in tiles.
 
-A program can write both directions of its 32 rows, which then come from memory once.  The
-tile it reads has three dimensions, rows, slices and the 32 columns of a slice, so a block along
-a row is a line of the last dimension and a block down a column a line of the first.
+The tile that a program reads has three dimensions, rows, slices and the 32 columns of a slice,
+so a block along a row is a line of the last dimension and a block down a column a line of the
+first.  Each direction has its own best tile; where both are wanted, programs of the two take
+turns over the same rows, which then come from memory once and from the cache after that.
 
 Letters: M rows, K columns, G groups, S blocks of rows, C blocks of columns.
 """
@@ -24,41 +25,104 @@ from backstash.kernels.blocks import (
     new_bytes,
     unit_columns,
 )
+from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_of
 
 _BLOCK = 32
-# How a program reads: B rows and BS slices at a time, STEPS times, V neighbours to a thread.
-# Codes along rows alone need no block of rows: few rows and many slices fill whole sectors.
-_ALONG_ROWS: dict[str, Any] = {"B": 4, "BS": 32, "STEPS": 4, "V": 16, "num_warps": 4}
-# Two warps of threads that each own two columns: no thread waits for one of another warp.
-_DOWN_COLUMNS: dict[str, Any] = {"B": 32, "BS": 4, "STEPS": 1, "V": 2, "num_warps": 2}
-_COLUMN_VALUES: dict[str, Any] = {"B": 32, "BS": 8, "STEPS": 1, "V": 4, "num_warps": 4}
+# Codes along rows need no block of rows: few rows and many slices fill whole sectors.
+_ROWS, _ROW_SLICES, _ROW_STEPS = 4, 32, 4
+# Threads that own whole columns, few to a program: none waits for one of another warp.
+_COLUMN_SLICES, _COLUMNS_A_THREAD = 4, 2
+_COLUMN_LAUNCH: dict[str, Any] = {"num_warps": 2}
+_VALUE_SLICES, _VALUES_A_THREAD = 4, 4
 
 Buffers = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _exponent(amax):
-    """The byte of the smallest power of two that brings ``amax``, not NaN, to 448 or below."""
-    bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
-    # Rounded up if any bit of the mantissa is set; infinity and what follows 254 become 254.
-    exponent = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
-    # Code 0 means 2^-127, which covers subnormals up to half the smallest normal.
-    return tl.where(bits <= 0x400000, 0, exponent)
+def _along_rows(
+    p_x,
+    p_codes,
+    p_exponents,
+    rows,
+    columns,
+    row_stride,
+    i_program,
+    B: tl.constexpr,
+    BS: tl.constexpr,
+    STEPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    slices = tl.cdiv(columns, 32)
+    chunks = tl.cdiv(slices, BS * STEPS)
+    first = tl.cast(i_program // chunks, tl.int64) * B
+    p_x += first * row_stride
+    p_codes += first * columns
+    p_exponents += first * slices
+    i_row = tl.arange(0, B)
+    m_row = first + i_row < rows
+    o_row = i_row.to(OFFSET)
+    for i_step in range(STEPS):
+        i_slice = (i_program % chunks * STEPS + i_step) * BS + tl.arange(0, BS)
+        i_column = i_slice[:, None] * 32 + tl.arange(0, 32)[None, :]
+        mask = m_row[:, None, None] & (i_column < columns)[None, :, :]
+        o_tile = o_row[:, None, None] * row_stride + i_column[None, :, :]
+        x = tl.load(p_x + o_tile, mask=mask, other=0).to(tl.float32)
+        # The maximum with a NaN is the other operand: a NaN does not count.
+        exponent = exponent_of(tl.maximum(tl.max(tl.abs(x), 2), 0.0))
+        codes = (x * multiplier_of(exponent)[:, :, None]).to(tl.float8e4nv)
+        o_codes = o_row[:, None, None] * columns + i_column[None, :, :]
+        tl.store(p_codes + o_codes, codes, mask=mask)
+        o_exponents = o_row[:, None] * slices + i_slice[None, :]
+        m_exponents = m_row[:, None] & (i_slice < slices)[None, :]
+        tl.store(p_exponents + o_exponents, exponent.to(tl.uint8), mask=m_exponents)
 
 
 @triton.jit
-def _multiplier(exponent):
-    """``1 / 2^(exponent - 127)``, for exponents up to 254."""
-    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _factor(exponent):
-    """``2^(exponent - 127)``; 255 is NaN."""
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-    bits = tl.where(exponent == 255, 0x7FC00000, bits)
-    return bits.to(tl.float32, bitcast=True)
+def _down_columns(
+    p_x,
+    p_codes,
+    p_exponents,
+    p_tile_exponents,
+    p_table,
+    groups,
+    rows,
+    columns,
+    row_stride,
+    i_program,
+    B: tl.constexpr,
+    BS: tl.constexpr,
+    V: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    slices = tl.cdiv(columns, 32)
+    chunks = tl.cdiv(slices, BS)
+    i_block = i_program // chunks
+    first, end, group = locate_block(p_table, rows, i_block, B)
+    # A block that no group needs reads nothing, and so has exponents of zero.
+    end = tl.where(group < groups, end, first)
+    o_first, o_block = tl.cast(first, tl.int64), tl.cast(i_block, tl.int64)
+    i_row = tl.arange(0, B)
+    o_row = i_row.to(OFFSET)
+    i_slice = i_program % chunks * BS + tl.arange(0, BS)
+    # A thread gets V whole columns side by side, and finds their largest value alone.
+    i_column = tl.max_contiguous(i_slice[:, None] * 32 + tl.arange(0, 32)[None, :], [1, V])
+    m_column = i_column < columns
+    mask = (first + i_row < end)[:, None, None] & m_column[None, :, :]
+    o_tile = o_row[:, None, None] * row_stride + i_column[None, :, :]
+    x = tl.load(p_x + o_first * row_stride + o_tile, mask=mask, other=0).to(tl.float32)
+    o_codes = o_row[:, None, None] * columns + i_column[None, :, :]
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 0.0)
+    if p_exponents is not None:
+        exponent = exponent_of(largest)
+        codes = x * multiplier_of(exponent)[None, :, :]
+        p_exponent = p_exponents + o_block * columns + i_column
+        tl.store(p_exponent, exponent.to(tl.uint8), mask=m_column)
+    else:
+        exponent = exponent_of(tl.max(largest, 1))
+        codes = x * multiplier_of(exponent)[None, :, None]
+        p_exponent = p_tile_exponents + o_block * slices + i_slice
+        tl.store(p_exponent, exponent.to(tl.uint8), mask=i_slice < slices)
+    tl.store(p_codes + o_first * columns + o_codes, codes.to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
@@ -66,71 +130,52 @@ def _quantize_kernel(
     p_x,
     p_row_codes,
     p_row_exponents,
-    p_column_codes,
+    p_codes,
     p_column_exponents,
-    p_tile_codes,
     p_tile_exponents,
     p_table,
     groups,
     rows,
     columns,
     row_stride,
+    column_programs,
+    RB: tl.constexpr,
+    RBS: tl.constexpr,
+    STEPS: tl.constexpr,
     B: tl.constexpr,
     BS: tl.constexpr,
-    STEPS: tl.constexpr,
     V: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    slices = tl.cdiv(columns, 32)
-    chunks = tl.cdiv(slices, BS * STEPS)
-    i_block = tl.program_id(0) // chunks
-    i_chunk = tl.program_id(0) % chunks
-    first, end, group = locate_block(p_table, rows, i_block, B)
-    # A block that no group needs reads nothing, and so has exponents of zero.
-    end = tl.where(group < groups, end, first)
-    o_first, o_block = tl.cast(first, tl.int64), tl.cast(i_block, tl.int64)
-    p_x += o_first * row_stride
-    i_row = tl.arange(0, B)
-    m_row = first + i_row < end
-    o_row = i_row.to(OFFSET)
-    for i_step in range(STEPS):
-        i_slice = (i_chunk * STEPS + i_step) * BS + tl.arange(0, BS)
-        # The maximum with a NaN is the other operand: a NaN does not count.
-        if p_row_codes is not None:
-            i_column = i_slice[:, None] * 32 + tl.arange(0, 32)[None, :]
-            mask = m_row[:, None, None] & (i_column < columns)[None, :, :]
-            o_tile = o_row[:, None, None] * row_stride + i_column[None, :, :]
-            x = tl.load(p_x + o_tile, mask=mask, other=0).to(tl.float32)
-            o_codes = o_row[:, None, None] * columns + i_column[None, :, :]
-            exponent = _exponent(tl.maximum(tl.max(tl.abs(x), 2), 0.0))
-            codes = (x * _multiplier(exponent)[:, :, None]).to(tl.float8e4nv)
-            tl.store(p_row_codes + o_first * columns + o_codes, codes, mask=mask)
-            o_exponents = o_row[:, None] * slices + i_slice[None, :]
-            p_exponents = p_row_exponents + o_first * slices + o_exponents
-            m_exponents = m_row[:, None] & (i_slice < slices)[None, :]
-            tl.store(p_exponents, exponent.to(tl.uint8), mask=m_exponents)
-        if p_row_codes is None or p_column_codes is not None:
-            # A thread gets whole columns of two neighbours, so that it finds their largest
-            # value alone.  Where rows were done first, this load finds the tile in the cache.
-            i_pair = tl.max_contiguous(i_slice[:, None] * 32 + tl.arange(0, 32)[None, :], [1, V])
-            m_pair = i_pair < columns
-            mask = m_row[:, None, None] & m_pair[None, :, :]
-            o_tile = o_row[:, None, None] * row_stride + i_pair[None, :, :]
-            x = tl.load(p_x + o_tile, mask=mask, other=0).to(tl.float32)
-            o_codes = o_row[:, None, None] * columns + i_pair[None, :, :]
-            largest = tl.maximum(tl.max(tl.abs(x), 0), 0.0)
-            if p_column_codes is not None:
-                exponent = _exponent(largest)
-                codes = (x * _multiplier(exponent)[None, :, :]).to(tl.float8e4nv)
-                tl.store(p_column_codes + o_first * columns + o_codes, codes, mask=mask)
-                p_exponents = p_column_exponents + o_block * columns + i_pair
-                tl.store(p_exponents, exponent.to(tl.uint8), mask=m_pair)
-            else:
-                exponent = _exponent(tl.max(largest, 1))
-                codes = (x * _multiplier(exponent)[None, :, None]).to(tl.float8e4nv)
-                tl.store(p_tile_codes + o_first * columns + o_codes, codes, mask=mask)
-                p_exponents = p_tile_exponents + o_block * slices + i_slice
-                tl.store(p_exponents, exponent.to(tl.uint8), mask=i_slice < slices)
+    """Codes along rows, or down columns or in tiles; or both, in programs that take turns.
+
+    Programs side by side work on the same rows at the same time, so what one has read the
+    other finds in the cache, and each direction keeps the threads as suits it.
+    """
+    if p_codes is None:
+        i_program = tl.program_id(0)
+        _along_rows(
+            p_x, p_row_codes, p_row_exponents, rows, columns, row_stride,
+            i_program, RB, RBS, STEPS, OFFSET,
+        )  # fmt: skip
+    elif p_row_codes is None:
+        i_program = tl.program_id(0)
+        _down_columns(
+            p_x, p_codes, p_column_exponents, p_tile_exponents, p_table, groups, rows, columns,
+            row_stride, i_program, B, BS, V, OFFSET,
+        )  # fmt: skip
+    else:
+        i_program = tl.program_id(0) // 2
+        if tl.program_id(0) % 2 == 0:
+            _along_rows(
+                p_x, p_row_codes, p_row_exponents, rows, columns, row_stride,
+                i_program, RB, RBS, STEPS, OFFSET,
+            )  # fmt: skip
+        elif i_program < column_programs:
+            _down_columns(
+                p_x, p_codes, p_column_exponents, p_tile_exponents, p_table, groups, rows,
+                columns, row_stride, i_program, B, BS, V, OFFSET,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -175,15 +220,15 @@ def _dequantize_kernel(
             p_exponent = p_row_exponents + o_first * slices + o_exponent
             m_exponent = m_read[:, None] & m_slice[None, :]
             exponent = tl.load(p_exponent, mask=m_exponent, other=0).to(tl.int32)
-            factor = _factor(exponent)[:, :, None]
+            factor = factor_of(exponent)[:, :, None]
         elif p_column_exponents is not None:
             p_exponent = p_column_exponents + o_block * columns + i_column
             exponent = tl.load(p_exponent, mask=m_column, other=0).to(tl.int32)
-            factor = _factor(exponent)[None, :, :]
+            factor = factor_of(exponent)[None, :, :]
         else:
             p_exponent = p_tile_exponents + o_block * slices + i_slice
             exponent = tl.load(p_exponent, mask=m_slice, other=0).to(tl.int32)
-            factor = _factor(exponent)[None, :, None]
+            factor = factor_of(exponent)[None, :, None]
         mask = m_read[:, None, None] & m_column[None, :, :]
         p_tile = p_codes + (o_row[:, None, None] * row_stride + i_column[None, :, :])
         y = tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
@@ -264,26 +309,33 @@ def _quantize(
 ) -> None:
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    only_rows = down_columns is None and in_tiles is None
-    tile, programs = _launch(_ALONG_ROWS if only_rows else _DOWN_COLUMNS, x_MK, ends_G)
+    slices = triton.cdiv(columns, _BLOCK)
+    row_codes, row_exponents = _as_codes(along_rows)
+    codes, _ = _as_codes(down_columns or in_tiles)
+    BS = min(_COLUMN_SLICES, triton.next_power_of_2(max(1, slices)))
+    tile = _row_tile(slices, steps=_ROW_STEPS if codes is None else 1)
+    tile |= {"B": _BLOCK, "BS": BS, "V": _COLUMNS_A_THREAD, "OFFSET": _offset(x_MK)}
+    tile |= {} if codes is None else _COLUMN_LAUNCH
+    row_programs = triton.cdiv(rows, tile["RB"]) * triton.cdiv(slices, tile["RBS"] * tile["STEPS"])
+    column_programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(slices, BS)
+    programs = row_programs if codes is None else column_programs
+    if row_codes is not None and codes is not None:
+        programs = 2 * max(row_programs, column_programs)
     if not programs:
         return
-    row_codes, row_exponents = _as_codes(along_rows)
-    column_codes, column_exponents = _as_codes(down_columns)
-    tile_codes, tile_exponents = _as_codes(in_tiles)
     _quantize_kernel[(programs,)](
         x_MK,
         row_codes,
         row_exponents,
-        column_codes,
-        column_exponents,
-        tile_codes,
-        tile_exponents,
-        block_table(ends_G, rows, _BLOCK),
+        codes,
+        None if down_columns is None else down_columns[1],
+        None if in_tiles is None else in_tiles[1],
+        None if codes is None else block_table(ends_G, rows, _BLOCK),
         group_number(ends_G),
         rows,
         columns,
         x_MK.stride(0),
+        column_programs,
         **tile,
     )
 
@@ -299,9 +351,18 @@ def _dequantize(
 ) -> Tensor:
     codes_MK = unit_columns(codes_MK)
     rows, columns = codes_MK.shape
+    slices = triton.cdiv(columns, _BLOCK)
     y_MK = torch.empty(rows, columns, dtype=dtype, device=codes_MK.device)
-    kind = _COLUMN_VALUES if along_rows is None else _ALONG_ROWS
-    tile, programs = _launch(kind, codes_MK, ends_G)
+    tile: dict[str, Any]
+    if along_rows is not None:
+        row_tile = _row_tile(slices, steps=_ROW_STEPS)
+        tile = {"B": row_tile["RB"], "BS": row_tile["RBS"], "STEPS": row_tile["STEPS"], "V": 16}
+    else:
+        BS = min(_VALUE_SLICES, triton.next_power_of_2(max(1, slices)))
+        tile = {"B": _BLOCK, "BS": BS, "STEPS": 1, "V": _VALUES_A_THREAD, "num_warps": 2}
+    programs = block_count(rows, ends_G, tile["B"]) * triton.cdiv(
+        slices, tile["BS"] * tile["STEPS"]
+    )
     if programs:
         _dequantize_kernel[(programs,)](
             codes_MK.view(torch.float8_e4m3fn),
@@ -315,23 +376,21 @@ def _dequantize(
             columns,
             codes_MK.stride(0),
             **tile,
+            OFFSET=_offset(codes_MK),
         )
     return y_MK
 
 
-def _launch(
-    kind: dict[str, Any], x_MK: Tensor, ends_G: Tensor | None
-) -> tuple[dict[str, Any], int]:
-    """The constants of a launch, and how many programs it has."""
-    rows, columns = x_MK.shape
-    slices = triton.cdiv(columns, _BLOCK)
-    BS = min(kind["BS"], triton.next_power_of_2(max(1, slices)))
-    steps = min(kind["STEPS"], max(1, triton.cdiv(slices, BS)))
-    programs = block_count(rows, ends_G, kind["B"]) * triton.cdiv(slices, BS * steps)
-    # The first row of a program is addressed in 64 bits; its others, from there, in fewer.
-    farthest = kind["B"] * max(x_MK.stride(0), columns) + columns
-    offset = tl.int32 if farthest < 2**31 else tl.int64
-    return kind | {"BS": BS, "STEPS": steps, "OFFSET": offset}, programs
+def _row_tile(slices: int, *, steps: int) -> dict[str, Any]:
+    """Rows, slices and steps of a program along rows."""
+    RBS = min(_ROW_SLICES, triton.next_power_of_2(max(1, slices)))
+    return {"RB": _ROWS, "RBS": RBS, "STEPS": min(steps, max(1, triton.cdiv(slices, RBS)))}
+
+
+def _offset(x_MK: Tensor) -> Any:
+    """The first row of a program is addressed in 64 bits; its others, from there, in fewer."""
+    farthest = _BLOCK * max(x_MK.stride(0), x_MK.shape[1]) + x_MK.shape[1]
+    return tl.int32 if farthest < 2**31 else tl.int64
 
 
 def _as_codes(pair: Buffers | None) -> tuple[Tensor | None, Tensor | None]:
