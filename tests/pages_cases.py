@@ -6,6 +6,7 @@ The model is Python: a list of free pages for each tier, and the bytes that each
 from __future__ import annotations
 
 import dataclasses
+import random
 from types import ModuleType
 
 import torch
@@ -141,3 +142,52 @@ def check_restored(held: Held, buffers: list[Tensor], places: list[int] | None =
         length = held.lengths[place]
         assert torch.equal(buffer[:length], held.sources[place][:length])
         assert (buffer[length:] == 0xAB).all()
+
+
+def random_program(
+    kernels: ModuleType, seed: int, steps: int, page: int, device: str = "cpu"
+) -> None:
+    """Stash, restore and release at random; the model is what ``Held`` knows."""
+    rng = random.Random(seed)
+    pool = Pool(rng.randint(0, 12), rng.randint(0, 6), page, kernels, device)
+    live: list[Held] = []
+    overflowed: list[Held] = []
+    for step in range(steps):
+        everyone = live + overflowed
+        if everyone and rng.random() < 0.5:
+            held = rng.choice(everyone)
+            if rng.random() < 0.3:
+                places = rng.sample(range(len(held.sources)), rng.randint(1, len(held.sources)))
+                if held in live:
+                    check_restored(held, pool.restore(held, places), places)
+                continue
+            if held in live:
+                check_restored(held, pool.restore(held))
+                live.remove(held)
+            else:
+                overflowed.remove(held)
+            pool.release(held)
+        else:
+            widths = [rng.choice([1, 4, 6, 16, 48]) for _ in range(rng.randint(1, 4))]
+            capacities = [rng.randint(1, 3 * page // width + 2) for width in widths]
+            overflows = pool.counter(PoolState.OVERFLOWS)
+            held = pool.stash(
+                [
+                    random_bytes(c * w, step, device)
+                    for c, w in zip(capacities, widths, strict=True)
+                ],
+                [torch.tensor([rng.randint(-1, c + 2)], device=device) for c in capacities],
+                widths,
+            )
+            fits = pool.counter(PoolState.OVERFLOWS) == overflows
+            (live if fits else overflowed).append(held)
+        taken = [page for held in live for page in pool.pages_of(held)]
+        free = [page for ring in pool.free_pages() for page in ring]
+        assert sorted(taken + free) == list(range(sum(pool.sizes)))
+    for held in live + overflowed:
+        pool.release(held)
+    assert [sorted(ring) for ring in pool.free_pages()] == [
+        list(range(pool.sizes[0])),
+        list(range(pool.sizes[0], sum(pool.sizes))),
+    ]
+    assert pool.counter(PoolState.MISSING) == 0

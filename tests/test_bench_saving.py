@@ -60,7 +60,7 @@ def test_nothing_is_timed_when_the_outputs_disagree() -> None:
 
 @pytest.mark.parametrize(
     ("case", "repeats", "message"),
-    [("stash", 3, "one of the cases"), ("saving", 0, "repeats"), ("saving", -1, "repeats")],
+    [("stashing", 3, "one of the cases"), ("saving", 0, "repeats"), ("saving", -1, "repeats")],
 )
 def test_a_case_or_count_that_means_nothing_is_refused(
     case: str, repeats: int, message: str

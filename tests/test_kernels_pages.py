@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import subprocess
 import sys
 from types import ModuleType
@@ -18,7 +17,7 @@ import torch
 
 from backstash.kernels.reference import pages as reference
 from backstash.kernels.reference.pages import PoolState
-from pages_cases import Held, Pool, check_restored, random_bytes
+from pages_cases import Pool, check_restored, random_bytes, random_program
 
 PAGE = 64
 
@@ -156,53 +155,9 @@ def test_the_highest_use_is_remembered(kernels: ModuleType) -> None:
     assert pool.counter(PoolState.BYTES_STASHED) == 5 * PAGE
 
 
-def random_program(kernels: ModuleType, seed: int, steps: int, page: int = PAGE) -> None:
-    """Stash, restore and release at random; the model is what ``Held`` knows."""
-    rng = random.Random(seed)
-    pool = Pool(rng.randint(0, 12), rng.randint(0, 6), page, kernels)
-    live: list[Held] = []
-    overflowed: list[Held] = []
-    for step in range(steps):
-        everyone = live + overflowed
-        if everyone and rng.random() < 0.5:
-            held = rng.choice(everyone)
-            if rng.random() < 0.3:
-                places = rng.sample(range(len(held.sources)), rng.randint(1, len(held.sources)))
-                if held in live:
-                    check_restored(held, pool.restore(held, places), places)
-                continue
-            if held in live:
-                check_restored(held, pool.restore(held))
-                live.remove(held)
-            else:
-                overflowed.remove(held)
-            pool.release(held)
-        else:
-            widths = [rng.choice([1, 4, 6, 16, 48]) for _ in range(rng.randint(1, 4))]
-            capacities = [rng.randint(1, 3 * page // width + 2) for width in widths]
-            overflows = pool.counter(PoolState.OVERFLOWS)
-            held = pool.stash(
-                [random_bytes(c * w, step) for c, w in zip(capacities, widths, strict=True)],
-                [count(rng.randint(-1, c + 2)) for c in capacities],
-                widths,
-            )
-            fits = pool.counter(PoolState.OVERFLOWS) == overflows
-            (live if fits else overflowed).append(held)
-        taken = [page for held in live for page in pool.pages_of(held)]
-        free = [page for ring in pool.free_pages() for page in ring]
-        assert sorted(taken + free) == list(range(sum(pool.sizes)))
-    for held in live + overflowed:
-        pool.release(held)
-    assert [sorted(ring) for ring in pool.free_pages()] == [
-        list(range(pool.sizes[0])),
-        list(range(pool.sizes[0], sum(pool.sizes))),
-    ]
-    assert pool.counter(PoolState.MISSING) == 0
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_every_page_is_free_or_held_once_in_any_program(kernels: ModuleType, seed: int) -> None:
-    random_program(kernels, seed, 400 if kernels is reference else 12)
+    random_program(kernels, seed, 400 if kernels is reference else 12, PAGE)
 
 
 def test_the_smallest_page_is_sixteen_bytes(kernels: ModuleType) -> None:

@@ -52,10 +52,16 @@ def time_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats:
     return _pair(turns)
 
 
-def time_gpu_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> Pair:
+def time_gpu_pair(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    repeats: int,
+    between: Callable[[], object] = lambda: None,
+) -> Pair:
     """Time two functions on the current GPU in turns, by the GPU's own clock.
 
     Each is captured into a graph, so that the time it takes to launch is no part of it.
+    ``between`` runs after every turn and is not timed.
     """
     graphs = [_captured(ours), _captured(theirs)]
     turns: list[tuple[float, float]] = []
@@ -69,6 +75,7 @@ def time_gpu_pair(ours: Callable[[], object], theirs: Callable[[], object], repe
             end.synchronize()
             times[i] = start.elapsed_time(end) * 1000
         turns.append((times[0], times[1]))
+        between()
     return _pair(turns[2:])  # the first two warm up
 
 

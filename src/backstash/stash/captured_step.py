@@ -162,11 +162,12 @@ class CapturedStep:
         kept = [parameter.grad for parameter in self._parameters]
         self.stash.settle()
         self._drop_gradients()
+        # From here on the addresses of the pool are in a graph.
+        self.stash.pool.is_fixed = True
         self._outputs = self._recorder.record(self._closed_step)
         self._gradients = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, kept, strict=True):
             parameter.grad = gradient
-        self.stash.pool.is_fixed = True
         self.captures += 1
         self.state = StepState.CAPTURED
 

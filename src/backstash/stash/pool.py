@@ -304,6 +304,8 @@ class PagePool:
         """
         if self.sizing is None or self.is_fixed or not self.is_empty():
             return
+        if self.streams.is_capturing():
+            return
         if self._asked is None:
             with self.streams.outward():
                 self._answer.copy_(self.memory.state, non_blocking=True)

@@ -146,8 +146,10 @@ class SideLanes(Streams):
 
     def join(self) -> None:
         here = self.here()
-        here.wait_stream(self._out)
-        here.wait_stream(self._in)
+        for lane in (self._out, self._in):
+            # A lane that a capture has not used yet is no part of it until it waits itself.
+            lane.wait_stream(here)
+            here.wait_stream(lane)
 
 
 def streams_of(device: torch.device) -> Streams:

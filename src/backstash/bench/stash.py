@@ -1,0 +1,218 @@
+"""Into pages and back beside a copy: ``backstash bench stash``, on a GPU.
+
+The yardstick is a copy from the device to itself of the bytes that are valid, timed in turns;
+for what spills it is a copy to pinned host memory.  What comes back is compared first, bit for
+bit.  Buffers are random and twice as large as what is valid in them.
+
+Letters: T rows that are valid, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from backstash import kernels
+from backstash.bench.record import Row
+from backstash.bench.timing import Pair, time_gpu_pair
+from backstash.device import default_device, device_name
+from backstash.errors import DeviceError
+
+PAGE_BYTES = 1 << 16
+LARGE, NARROW, SPILLED = 0.97, 0.85, 0.85
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Buffers that one launch takes, and the share of a copy's speed that is wanted."""
+
+    what: str
+    target: float
+    buffers: tuple[tuple[int, int], ...]
+    spilled: bool = False
+
+
+# A layer's input in MXFP8 with its scales, its pre-activation, its routing weights, and so on.
+EXPERT_LAYER = ((131072, 2048), (4096, 2048), (131072, 3072), (131072, 4), (131072, 768))
+WORKS = (
+    Work("2048 bf16", LARGE, ((131072, 4096),)),
+    Work("1536 bf16", LARGE, ((131072, 3072),)),
+    Work("768 bf16", LARGE, ((131072, 1536),)),
+    Work("7168 bf16", LARGE, ((65536, 14336),)),
+    Work("2048 bf16, few rows", NARROW, ((8192, 4096),)),
+    Work("64 bytes", NARROW, ((131072, 64),)),
+    Work("96 bytes", NARROW, ((131072, 96),)),
+    Work("4 bytes", NARROW, ((131072, 4),)),
+    Work("an expert layer", LARGE, (*EXPERT_LAYER, (4096, 768))),
+    Work("1536 bf16, spilled", SPILLED, ((131072, 3072),), True),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StashRow(Row):
+    """A row, and what it moved: ``values`` valid rows, ``bytes_copied`` once read, once written."""
+
+    device: str
+    bytes_copied: int
+
+    @property
+    def share(self) -> float:
+        """The speed of ours over that of the copy."""
+        return 1 / self.pair.ratio
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes read and written in a second."""
+        return 2 * self.bytes_copied / self.pair.ours_us / 1000
+
+
+class Pages:
+    """A pool with room for two launches of a work, as the one before a capture stays there."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.sources = [_random(2 * rows * width, device) for rows, width in work.buffers]
+        self.restored = [torch.empty_like(source) for source in self.sources]
+        self.rows = [torch.tensor([rows], device=device) for rows, _ in work.buffers]
+        self.widths = [width for _, width in work.buffers]
+        self.lengths = [rows * width for rows, width in work.buffers]
+        pages = 2 * sum(-(-length // PAGE_BYTES) for length in self.lengths)
+        slots = sum(-(-source.numel() // PAGE_BYTES) for source in self.sources)
+        count = (0, pages) if work.spilled else (pages, 0)
+        pinned = device.type == "cuda"
+        self.device_pages = torch.empty(count[0] * PAGE_BYTES, dtype=torch.uint8, device=device)
+        self.host_pages = torch.empty(
+            count[1] * PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned and count[1] > 0
+        )
+        self.free_N, self.state = kernels.new_pool_state(*count, device)
+        length = kernels.table_length(len(self.sources), slots)
+        self.table = torch.empty(length, dtype=torch.int64, device=device)
+        self.receipt = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+
+    def stash(self) -> None:
+        """Copy the valid rows into pages."""
+        kernels.stash_pages(
+            self.sources,
+            self.rows,
+            self.widths,
+            self.table,
+            self.device_pages,
+            self.host_pages,
+            self.free_N,
+            self.state,
+            self.receipt,
+            page_bytes=PAGE_BYTES,
+            number=0,
+        )
+
+    def restore(self) -> None:
+        """Copy them back."""
+        kernels.restore_pages(
+            self.restored,
+            range(len(self.restored)),
+            self.table,
+            self.device_pages,
+            self.host_pages,
+            self.state,
+            buffers=len(self.restored),
+            page_bytes=PAGE_BYTES,
+        )
+
+    def release(self) -> None:
+        """Give the pages back."""
+        size = self.device_pages.numel() // PAGE_BYTES
+        kernels.release_pages(
+            self.table, self.free_N, self.state, buffers=len(self.restored), device_size=size
+        )
+
+    def check(self, what: str) -> None:
+        """Refuse to time copies that do not give back what they were given.
+
+        Raises:
+            RuntimeError: They do not.
+        """
+        self.stash()
+        self.restore()
+        self.release()
+        for source, restored, length in zip(self.sources, self.restored, self.lengths, strict=True):
+            if not torch.equal(source[:length], restored[:length]):
+                raise RuntimeError(f"{what}: the bytes that came back differ; nothing is timed")
+
+
+def measure(repeats: int) -> list[StashRow]:
+    """Compare, then time each work in both directions.
+
+    Raises:
+        DeviceError: There is no GPU.
+        RuntimeError: Something came back that was not stashed; nothing is timed.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "bench stash compares GPU kernels with a copy and found no GPU; run it on one"
+        )
+    device = default_device()
+    rows = []
+    for work in WORKS:
+        pages = Pages(work, device)
+        pages.check(work.what)
+        there, back = _copies(work, pages)
+        pair = time_gpu_pair(pages.stash, there, repeats, between=pages.release)
+        rows.append(_row(f"stash {work.what}", work, pair, device))
+        pages.stash()
+        pair = time_gpu_pair(pages.restore, back, repeats)
+        rows.append(_row(f"restore {work.what}", work, pair, device))
+    return rows
+
+
+def _copies(work: Work, pages: Pages) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The yardsticks: as many bytes from the device to itself, or to the host and back."""
+    count = sum(pages.lengths)
+    source = _random(count, pages.table.device)
+    if work.spilled:
+        target = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    else:
+        target = torch.empty_like(source)
+    return (
+        lambda: target.copy_(source, non_blocking=True),
+        lambda: source.copy_(target, non_blocking=True),
+    )
+
+
+def _row(what: str, work: Work, pair: Pair, device: torch.device) -> StashRow:
+    return StashRow(
+        case="stash",
+        what=what,
+        values=work.buffers[0][0],
+        target=work.target,
+        pair=pair,
+        device=device_name(device),
+        bytes_copied=sum(rows * width for rows, width in work.buffers),
+    )
+
+
+def _random(count: int, device: torch.device) -> Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
+
+
+def show(rows: Sequence[StashRow]) -> None:
+    """Print the table, the share of a copy's speed first."""
+    table = Table(title="into pages and back, beside a copy of the same bytes")
+    for header in ("of a copy", "quartiles", "wanted", "GB/s", "µs", "copy µs"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("what")
+    for row in rows:
+        pair = row.pair
+        table.add_row(
+            f"[bold]{row.share:.2f}[/bold]",
+            f"{1 / pair.ratio_high:.2f}-{1 / pair.ratio_low:.2f}",
+            "" if row.target is None else f"≥ {row.target:.2f}",
+            f"{row.gigabytes_per_s:.0f}",
+            f"{pair.ours_us:.1f}",
+            f"{pair.theirs_us:.1f}",
+            row.what,
+        )
+    Console().print(table)

@@ -1,0 +1,256 @@
+"""The stash on a GPU: kernels against their reference, and whole steps against none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backstash as bs
+from backstash import kernels
+from backstash.kernels import PoolState
+from backstash.kernels.reference import pages as reference
+from backstash.stash import CapturedStep, PagePool, Policy, Stash, StepState
+from host_reads import no_host_reads
+from pages_cases import Pool, check_restored, random_bytes, random_program
+from stash_cases import assert_nothing_is_held
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 64
+GPU = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def plain_memory() -> Iterator[None]:
+    """Deterministic mode fills fresh memory, which is slow for gigabytes and hides no bug here."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Bound:
+    """The operations as users of ``kernels`` get them."""
+
+    stash_pages = staticmethod(kernels.stash_pages)
+    restore_pages = staticmethod(kernels.restore_pages)
+    release_pages = staticmethod(kernels.release_pages)
+
+
+def gpu_pool(device_pages: int, host_pages: int, page: int = PAGE) -> Pool:
+    return Pool(device_pages, host_pages, page, Bound, GPU)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("page", [16, 64, 4096, 65536])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_page_is_free_or_held_once_in_any_program(page: int, seed: int) -> None:
+    random_program(Bound, seed, 60, page, GPU)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4, 16])
+@pytest.mark.parametrize("page", [16, 256, 65536])
+def test_a_launch_leaves_what_the_reference_leaves(page: int, shift: int) -> None:
+    widths, capacities, valid = [48, 4, 1, 4096, 16], [900, 7000, 3, 300, 1], [700, 7001, 0, 299, 1]
+    pools = [Pool(400, 90000, page, reference), gpu_pool(400, 90000, page)]
+    tables = []
+    for pool in pools:
+        device = str(pool.device)
+        sources = [
+            random_bytes(shift + w * c, w, device)[shift:]
+            for w, c in zip(widths, capacities, strict=True)
+        ]
+        rows = [torch.tensor([count], device=device) for count in valid]
+        held = pool.stash(sources, rows, widths)
+        check_restored(held, pool.restore(held))
+        tables.append((held.table.cpu(), pool))
+        again = pool.stash(sources[:2], rows[:2], widths[:2])
+        pool.release(held)
+        check_restored(again, pool.restore(again, [1]), [1])
+    torch.cuda.synchronize()
+    (one, cpu), (two, gpu) = tables
+    assert torch.equal(one, two)
+    assert torch.equal(cpu.state, gpu.state.cpu())
+    assert torch.equal(cpu.free_N, gpu.free_N.cpu())
+    assert int(cpu.receipt) == int(gpu.receipt)
+
+
+def test_addresses_beyond_four_gigabytes_are_right() -> None:
+    nbytes = 5 * 2**30 + 12345
+    pool = gpu_pool(nbytes // 65536 + 2, 0, 65536)
+    source = torch.arange(nbytes // 8 + 1, device=GPU).view(torch.uint8)[:nbytes]
+    held = pool.stash([source], [torch.tensor([nbytes], device=GPU)], [1])
+    (restored,) = pool.restore(held)
+    assert torch.equal(restored, source)
+
+
+def test_many_launches_without_a_pause_do_not_see_each_others_heads() -> None:
+    pool = gpu_pool(40_000, 0, 4096)
+    sources = [random_bytes(300_000, i, GPU) for i in range(40)]
+    rows = torch.tensor([290_001], device=GPU)
+    for _ in range(5):
+        held = [pool.stash([source] * 3, [rows] * 3, [1] * 3) for source in sources]
+        for one in held:
+            check_restored(one, pool.restore(one))
+        pages = [page for one in held for page in pool.pages_of(one)]
+        assert len(set(pages)) == len(pages)
+        for one in held:
+            pool.release(one)
+    assert sorted(pool.free_pages()[0]) == list(range(40_000))
+
+
+def test_a_replay_takes_and_gives_back_pages_as_the_counts_say() -> None:
+    pool = gpu_pool(500, 100, 256)
+    source, rows = random_bytes(40_000, 1, GPU), torch.zeros(1, dtype=torch.int32, device=GPU)
+    pool.release(pool.stash([source], [rows], [10]))  # compiles
+    restored = torch.empty_like(source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = pool.stash([source], [rows], [10])
+        Bound.restore_pages(
+            [restored],
+            [0],
+            held.table,
+            pool.device_pages,
+            pool.host_pages,
+            pool.state,
+            buffers=1,
+            page_bytes=256,
+        )
+        pool.release(held)
+    for turn in range(100):
+        count = turn * 53 % 4100
+        rows.fill_(count)
+        source.random_(0, 255)
+        restored.fill_(0xAB)
+        graph.replay()
+        valid = min(count, 4000) * 10
+        assert torch.equal(restored[:valid], source[:valid])
+        assert (restored[valid:] == 0xAB).all()
+    assert sorted(pool.free_pages()[0]) == list(range(500))
+
+
+# --- steps -------------------------------------------------------------------------------------
+
+WIDTH, CAPACITY, EXPERTS = 256, 4096, 8
+
+
+class Layers(nn.Module):
+    """Expert layers on a buffer that is larger than what is valid in it."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
+        self.layers = nn.ModuleList(bs.GroupedMLP(EXPERTS, WIDTH, 128) for _ in range(layers))
+        self.to(GPU, torch.bfloat16)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + nn.functional.dropout(layer(norm(x), counts), 0.1)
+        return x
+
+
+class Step:
+    """Forward and backward from tensors that stay where they are."""
+
+    def __init__(self, *handlers: Any, recipe: str = "high_precision") -> None:
+        self.model = Layers()
+        self.handlers = handlers
+        self.recipe = bs.recipe(recipe)
+        self.x = torch.randn(CAPACITY, WIDTH, device=GPU, dtype=torch.bfloat16)
+        self.counts = torch.zeros(EXPERTS, dtype=torch.int32, device=GPU)
+        self.row = torch.arange(CAPACITY, device=GPU)
+
+    def __call__(self) -> Tensor:
+        with bs.autocast(recipe=self.recipe), bs.saving(*self.handlers):
+            y = self.model(self.x * 1.0, self.counts)
+            valid = (self.row < self.counts.sum())[:, None]
+            loss = torch.where(valid, y, 0.0).float().square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self, run: Callable[[], Tensor], total: int) -> list[Tensor]:
+        """The loss and every gradient of one call of ``run`` with ``total`` valid rows."""
+        self.counts.copy_(torch.arange(EXPERTS) * total * 2 // (EXPERTS * (EXPERTS - 1)))
+        self.model.zero_grad()
+        torch.manual_seed(total)
+        loss = run()
+        grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        return [loss.clone(), *grads]
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["high_precision", "float8_current", "mxfp8"])
+@pytest.mark.parametrize("policy", Policy, ids=lambda policy: policy.value)
+@pytest.mark.parametrize("megabytes", [(64, 0), (4, 64), (4, 0)], ids=str)
+def test_gradients_are_bit_equal_with_and_without_the_stash(
+    recipe: str, policy: Policy, megabytes: tuple[int, int]
+) -> None:
+    device, host = (size * 2**20 for size in megabytes)
+    stash = Stash(PagePool(device, host, device=GPU, page_bytes=16384), policy=policy)
+    plain, ours = Step(recipe=recipe), Step(stash, recipe=recipe)
+    for total in (900, 0, 4096, 17):
+        assert_equal(ours.gradients(ours, total), plain.gradients(plain, total))
+    assert_nothing_is_held(stash)
+    assert stash.stats().overflows == 0
+
+
+def test_no_value_travels_to_the_host_in_a_step() -> None:
+    stash = Stash(PagePool(64 * 2**20, device=GPU, page_bytes=16384))
+    step = Step(stash)
+    step.gradients(step, 900)
+    with no_host_reads():
+        step()
+    assert_nothing_is_held(stash)
+
+
+def test_an_original_is_free_for_the_next_layer_however_far_the_host_runs_ahead() -> None:
+    stash = Stash(PagePool(64 * 2**20, device=GPU, page_bytes=16384), ahead=0)
+    plain, ours = Step(), Step(stash)
+    peaks = []
+    for step in (plain, ours):
+        step.gradients(step, 900)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step.gradients(step, 900)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < peaks[0]
+    assert_nothing_is_held(stash)
+
+
+def test_a_captured_step_is_bit_equal_and_survives_every_overflow() -> None:
+    stash = Stash(PagePool(6 * 2**20, device=GPU, page_bytes=16384))
+    plain, ours = Step(), Step(stash)
+    captured = CapturedStep(ours, stash, [ours.model])
+    totals = [300, 300, 300, 4000, 310, 900, 4096, 0, 17, 3000]
+    for total in totals:
+        assert_equal(ours.gradients(captured, total), plain.gradients(plain, total))
+        assert stash.is_idle
+    assert captured.reruns >= 1
+    assert captured.captures == captured.reruns + 1
+    assert captured.state is StepState.CAPTURED
+    assert stash.pool.counters()[PoolState.OVERFLOWS] == 0
+    assert_nothing_is_held(stash)
+
+
+def test_a_hundred_replays_with_changing_counts_are_bit_equal() -> None:
+    stash = Stash(PagePool(64 * 2**20, device=GPU, page_bytes=16384))
+    plain, ours = Step(), Step(stash)
+    captured = CapturedStep(ours, stash, [ours.model])
+    for turn in range(100):
+        total = turn * 997 % 4097
+        assert_equal(ours.gradients(captured, total), plain.gradients(plain, total))
+    assert (captured.reruns, captured.captures) == (0, 1)
+    assert_nothing_is_held(stash)
