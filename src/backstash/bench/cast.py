@@ -25,9 +25,11 @@ from backstash.bench.timing import time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 from backstash.kernels.reference import cast as reference
+from backstash.kernels.reference import float8_block, float8_rowwise
 
 SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
 GROUPS = 128
+REFERENCES = (reference, float8_block, float8_rowwise)
 ONE_USAGE, BOTH_USAGES = 0.85, 0.75
 
 
@@ -112,7 +114,8 @@ def casts(M: int, K: int) -> Iterator[Work]:
         )
 
     def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], object]]:
-        ours, theirs = getattr(kernels, name), getattr(reference, name)
+        ours = getattr(kernels, name)
+        theirs = next(getattr(file, name) for file in REFERENCES if hasattr(file, name))
         return lambda: ours(*arguments), lambda: theirs(*arguments)
 
     yield Work("float8, scale given", ONE_USAGE, *both("quantize_scaled", x, scale, e4m3), [x])
@@ -123,6 +126,15 @@ def casts(M: int, K: int) -> Iterator[Work]:
     grouped = both("quantize_scaled", x, scales, e4m3, ends)
     yield Work("float8, groups", ONE_USAGE, *grouped, [x])
     yield Work("largest of groups", ONE_USAGE, *both("group_amax", x, ends), [x])
+    rows = both("quantize_float8_rows", x, e4m3)
+    yield Work("float8 by rows", ONE_USAGE, *rows, [x])
+    columns = both("quantize_float8_columns", x, e4m3, ends)
+    yield Work("float8 by columns, groups", ONE_USAGE, *columns, [x], 2)
+    yield Work("blocks of 128, rows", ONE_USAGE, *both("quantize_block_rows", x, e4m3), [x])
+    columns = both("quantize_block_columns", x, e4m3, ends)
+    yield Work("blocks of 128, columns, groups", ONE_USAGE, *columns, [x])
+    tiles = both("quantize_block_tiles", x, e4m3)
+    yield Work("blocks of 128, tiles", ONE_USAGE, *tiles, [x])
     yield Work("mxfp8 rows", ONE_USAGE, *both("quantize_mx_rows", x), [x])
     yield Work("mxfp8 columns, groups", ONE_USAGE, *both("quantize_mx_columns", x, ends), [x])
     yield Work("mxfp8 both, groups", BOTH_USAGES, *both("quantize_mx_both", x, ends), [x])

@@ -95,17 +95,28 @@ def _amax(x_MK: Tensor, ends_G: Tensor | None = None) -> Tensor:
 
 
 @triton.jit
+def scale_of(amax, largest, epsilon, value_for_inf, kept_bits):
+    """The float32 factor that brings ``amax`` to ``largest``; one where amax says nothing."""
+    amax = tl.where(amax < epsilon, epsilon, amax)
+    scale = tl.div_rn(tl.zeros_like(amax) + largest, amax)
+    scale = tl.where(scale == float("inf"), value_for_inf, scale)
+    scale = (scale.to(tl.int32, bitcast=True) & kept_bits).to(tl.float32, bitcast=True)
+    return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+
+
+@triton.jit
 def _scale_kernel(
     p_amax, p_scale, count, largest, epsilon, value_for_inf, kept_bits, BLOCK: tl.constexpr
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(p_amax + i, mask=i < count, other=0)
-    amax = tl.where(amax < epsilon, epsilon, amax)
-    scale = tl.div_rn(tl.full([BLOCK], 0, tl.float32) + largest, amax)
-    scale = tl.where(scale == float("inf"), value_for_inf, scale)
-    scale = (scale.to(tl.int32, bitcast=True) & kept_bits).to(tl.float32, bitcast=True)
-    says_something = (amax > 0) & (amax < float("inf"))
-    tl.store(p_scale + i, tl.where(says_something, scale, 1.0), mask=i < count)
+    scale = scale_of(amax, largest, epsilon, value_for_inf, kept_bits)
+    tl.store(p_scale + i, scale, mask=i < count)
+
+
+def kept_bits(*, power_of_two: bool) -> int:
+    """The bits of a scale that stay: all, or those of a power of two."""
+    return _POWER_OF_TWO_BITS if power_of_two else _ALL_BITS
 
 
 def scale_from_amax(
@@ -120,10 +131,16 @@ def scale_from_amax(
     amax = amax.contiguous()
     scale, count = torch.empty_like(amax), amax.numel()
     if count:
-        kept_bits = _POWER_OF_TWO_BITS if power_of_two else _ALL_BITS
         tile: dict[str, Any] = {"BLOCK": 256}
         _scale_kernel[(triton.cdiv(count, 256),)](
-            amax, scale, count, largest, epsilon, value_for_inf, kept_bits, **tile
+            amax,
+            scale,
+            count,
+            largest,
+            float(epsilon),
+            value_for_inf,
+            kept_bits(power_of_two=power_of_two),
+            **tile,
         )
     return scale
 

@@ -34,8 +34,7 @@ def hadamard_matrix(device: torch.device) -> Tensor:
 
 def rotate(x_SBK: Tensor, rotation_BB: Tensor) -> Tensor:
     """``y[s, j, k] = sum_i x[s, i, k] R[i, j]`` of bfloat16 values, as float32."""
-    x_SBK = x_SBK.to(torch.bfloat16).float()
-    return _sum(x_SBK, rotation_BB.float()).to(torch.bfloat16).float()
+    return _round(_sum(_round(x_SBK.float()), rotation_BB.float()))
 
 
 def rotate_back(y_SBK: Tensor, rotation_BB: Tensor) -> Tensor:
@@ -48,6 +47,14 @@ def rotated_column_amax(x_MK: Tensor, rotation_BB: Tensor, ends_G: Tensor | None
     rotated_SBK = rotate(cut_rows(x_MK, _SIZE, ends_G), rotation_BB)
     ends_rows_G = None if ends_G is None else block_ends(ends_G, len(x_MK), _SIZE) * _SIZE
     return column_amax(rotated_SBK.flatten(0, 1), ends_rows_G)
+
+
+def _round(x: Tensor) -> Tensor:
+    """The nearest bfloat16 of each float32, as float32."""
+    # By its bits: a compiler may leave out a cast to bfloat16 that is followed by one back.
+    bits = x.view(torch.int32)
+    bits = bits + 0x7FFF + (bits >> 16 & 1) & -0x10000
+    return torch.where(x.isnan(), torch.nan, bits.view(torch.float32))
 
 
 def _sum(x_SBK: Tensor, weights_BB: Tensor) -> Tensor:
