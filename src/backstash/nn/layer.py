@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class Keep(enum.Enum):
 
 class Layer(QuantizedModule):
     """Base of the layers; it knows where their weight gradients go, and when."""
+
+    #: Parameters that a layer asks for with ``materialize_weight_for_*``: they may be shards.
+    materialized_parameters: ClassVar[tuple[str, ...]] = ("weight", "fc1_weight", "fc2_weight")
 
     def __init__(self, *, name: str | None, delivery: Delivery, delayed: bool) -> None:
         super().__init__(name=name)

@@ -1,0 +1,116 @@
+"""What all ranks do next, when each of them wants something else.
+
+A collective hangs unless every rank joins it.  But a rank may skip a layer, use weights in
+another order, have nothing to reduce, or be on its way out with an exception.  So before each
+collective every rank says what it wishes, one number on the host, and all do what the *least*
+number says: the rank that wished it gets it, and the others join in with their shard (or with
+zeros for a gradient) and wish again.  Each round serves at least one rank, so all get on, and
+a rank that skips a layer serves the others that do not.
+
+Wishes come in the order of a step: forward before backward, weights in the order of the model
+(the reverse in backward), the end of a pass last.  A rank that wishes the end of a pass
+therefore waits there and serves all that are not so far.
+
+Two messages cannot be served.  A rank that fails says so with a number less than all others,
+and everybody raises.  And the end of a pass that others will not come to (they are in another
+pass) means that the ranks do not run the same program: everybody raises then, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from backstash.errors import PeerError
+from backstash.formats import Usage
+from backstash.weights.channel import Channel
+
+_SPAN = 1 << 32
+
+
+class Pass(enum.IntEnum):
+    """Which half of a step."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Kind(enum.IntEnum):
+    """What is wished; gathers come first, so that a rank can get on."""
+
+    GATHER_ROWS = 0
+    GATHER_COLUMNS = 1
+    REDUCE = 2
+    END = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """One thing that a rank wants done: with which bundle of weights, in which pass."""
+
+    kind: Kind
+    during: Pass
+    bundle: int = 0
+
+    @property
+    def code(self) -> int:
+        """A number that is less the sooner it is due."""
+        if self.kind is Kind.END:
+            due = _SPAN - 1
+        else:
+            due = self.bundle if self.during is Pass.FORWARD else _SPAN - 2 - self.bundle
+        return (self.during * _SPAN + due) * len(Kind) + self.kind
+
+    @classmethod
+    def from_code(cls, code: int) -> Wish:
+        """The wish that has this number."""
+        (during, due), kind = divmod(code // len(Kind), _SPAN), Kind(code % len(Kind))
+        if kind is Kind.END:
+            return cls(kind, Pass(during))
+        return cls(kind, Pass(during), due if during == Pass.FORWARD else _SPAN - 2 - due)
+
+    @property
+    def usage(self) -> Usage:
+        """The direction that a gather is for."""
+        return Usage.ROWWISE if self.kind is Kind.GATHER_ROWS else Usage.COLUMNWISE
+
+
+class Agreement:
+    """Settles what the ranks of a channel do next."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._said: tuple[Any, Any] | None = None
+
+    def settle(self, wish: Wish) -> Wish:
+        """What all ranks do now: this wish, or one that is due before it.
+
+        Raises:
+            PeerError: Another rank failed, is gone, or runs another program.
+        """
+        if self._channel.size == 1:
+            return wish
+        if self._said is not None:
+            # The others have heard it by now, or will before they hear anything else.
+            said, self._said = self._said, None
+            self._channel.wait_for(*said)
+        least, most = self._channel.agree(wish.code)
+        if least < 0:
+            raise PeerError(
+                f"rank {-least - 1} of this group raised an exception and left the step; this "
+                "rank stops as well, so that none waits for it"
+            )
+        now = Wish.from_code(least)
+        if now.kind is Kind.END and least != most:
+            raise PeerError(
+                f"a rank of this group has ended its {now.during.name.lower()} pass, and another "
+                f"is elsewhere ({Wish.from_code(most)}); every rank must run as many forward and "
+                "backward passes, or call join() in place of a backward pass"
+            )
+        return now
+
+    def announce_failure(self) -> None:
+        """Tell the others that this rank has raised; does not wait for them."""
+        if self._channel.size > 1 and self._said is None:
+            self._said = self._channel.post(-1 - self._channel.rank)

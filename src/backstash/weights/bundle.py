@@ -1,0 +1,99 @@
+"""Weights that move together, and what they are doing.
+
+A bundle is one weight, or the experts of one layer where each is a parameter of its own: they
+are used together, so they are gathered and reduced in one collective.  The first of them is
+the leader, which a module asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.errors import BackstashError, ShapeError
+from backstash.formats import Usage
+from backstash.weights.channel import Channel
+from backstash.weights.states import State
+from backstash.weights.transfer import Gather, Member, Reduction
+
+
+class Bundle:
+    """The weights of one collective.
+
+    The parameters own their bundle, and the bundle knows them weakly, so a model that is
+    dropped is gone at once.
+    """
+
+    def __init__(self, index: int, members: Sequence[Member], channel: Channel) -> None:
+        self.index = index
+        self.members = tuple(members)
+        self.channel = channel
+        self._weights: tuple[weakref.ref[Any], ...] = ()
+        self._gathers: list[Gather] = []
+        self._reductions: list[Reduction] = []
+
+    def attach(self, weights: Sequence[Tensor]) -> None:
+        """Say which parameters hold the shards."""
+        self._weights = tuple(weakref.ref(weight) for weight in weights)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The parameters, leader first."""
+        weights = [reference() for reference in self._weights]
+        if any(weight is None for weight in weights):
+            raise BackstashError(
+                f"a sharded weight of {[member.name for member in self.members]} is gone; keep the "
+                "module that holds it while other ranks use it"
+            )
+        return weights
+
+    @property
+    def state(self) -> State:
+        """The state of the transfer that holds the most."""
+        self._gathers = [g for g in self._gathers if g.state is not State.SHARDED]
+        self._reductions = [r for r in self._reductions if r.state is not State.SHARDED]
+        states = {transfer.state for transfer in (*self._gathers, *self._reductions)}
+        return max(states, key=list(State).index, default=State.SHARDED)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole weights in their own dtype."""
+        kinds = [member.kind for member in self.members]
+        return sum(kind.layout.shape.numel() * kind.dtype.itemsize for kind in kinds)
+
+    def gather(self, usage: Usage) -> Gather:
+        """Start to gather; all ranks do, now."""
+        shards = [weight.shard for weight in self.weights]
+        gather = Gather(self.members, shards, self.channel, usage)
+        self._gathers = [g for g in self._gathers if g.state is not State.SHARDED] + [gather]
+        return gather
+
+    def reduce(self, grads: Sequence[Tensor | None] | None, wide: torch.dtype | None) -> Reduction:
+        """Start to reduce; None, for one gradient or all, means zeros."""
+        given = [None] * len(self.members) if grads is None else grads
+        if len(given) != len(self.members):
+            raise ShapeError(
+                f"a bundle of {len(self.members)} weights needs as many gradients, got "
+                f"{len(given)}; give those of the whole group to its leader"
+            )
+        pairs = zip(given, self.members, strict=True)
+        wholes = [self._whole_gradient(grad, member) for grad, member in pairs]
+        reduction = Reduction(self.members, wholes, self.channel, wide)
+        running = [r for r in self._reductions if r.state is not State.SHARDED]
+        self._reductions = [*running, reduction]
+        return reduction
+
+    def _whole_gradient(self, grad: Tensor | None, member: Member) -> Tensor:
+        shape, dtype = member.layout.shape, member.kind.dtype
+        if grad is None:
+            return torch.zeros(shape, dtype=dtype, device=self.weights[0].device)
+        if grad.shape != shape:
+            raise ShapeError(
+                f"the gradient of {member.name} must have the shape of the whole weight, "
+                f"{tuple(shape)}, got {tuple(grad.shape)}"
+            )
+        return grad.detach().to(dtype)

@@ -1,0 +1,230 @@
+"""The collectives that sharded weights are moved with.
+
+A channel is a process group, told what is sent: matrices of which every rank has some rows.
+Ranks need not have equally many; a collective wants equal sizes, so shorter ones are padded
+on the wire and nowhere else.  All matrices of one call move in one coalesced collective, and
+it runs while the caller does something else.
+
+What fails here failed because another process is gone or stuck, and is raised as
+:class:`~backstash.errors.PeerError`.  How long a stuck one is waited for is the timeout of
+the process group.
+
+Letters: P ranks, C rows of the longest shard, K columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backstash.errors import PeerError
+from backstash.weights.lease import Leases
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """A matrix that travels: this rank's rows, and how many each rank has."""
+
+    rows: Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def chunk(self) -> int:
+        """C, rows of each rank on the wire."""
+        return max(self.counts)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the padding of all ranks lies behind the last row of all."""
+        total, chunk = sum(self.counts), self.chunk
+        ideal = [max(0, min(chunk, total - rank * chunk)) for rank in range(len(self.counts))]
+        return list(self.counts) == ideal
+
+
+class Arrival:
+    """Matrices on their way; :meth:`wait` gives the whole of each, once."""
+
+    def __init__(self, works: list[Any], wholes: list[Tensor], parcels: list[Parcel]) -> None:
+        self._works = works
+        self._wholes = wholes
+        self._parcels = parcels
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the collective, and give what it brought."""
+        wait_all(self._works)
+        # Whoever keeps the arrival for its state must not keep the memory.
+        wholes, parcels, self._wholes, self._parcels = self._wholes, self._parcels, [], []
+        return [_without_padding(w, p) for w, p in zip(wholes, parcels, strict=True)]
+
+
+class Channel:
+    """A process group and what went over it.
+
+    Attributes:
+        wire_bytes: Bytes of all weights and gradients sent, padding included, counted once for
+            all ranks: what a gather of a weight in bf16 costs is two bytes an element.
+        agreements: How often the ranks agreed on what to do next.
+        leases: The memory lent for what arrives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.leases = Leases()
+        self.wire_bytes = 0
+        self.agreements = 0
+        self.control = _control_group(group)
+
+    def agree(self, code: int) -> tuple[int, int]:
+        """The least and the largest number that any rank gave."""
+        return self.wait_for(*self.post(code))
+
+    def post(self, code: int) -> tuple[Any, Tensor]:
+        """Give a number without waiting for the others; :meth:`wait_for` has the answer."""
+        self.agreements += 1
+        bounds = torch.tensor([code, -code])
+        with _peers("agree on the next collective"):
+            work = dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self.control, async_op=True)
+        return work, bounds
+
+    def wait_for(self, work: Any, bounds: Tensor) -> tuple[int, int]:
+        """The answer to :meth:`post`."""
+        wait_all([work])
+        least, negated = bounds.tolist()
+        return least, -negated
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags are set on any rank."""
+        votes = torch.tensor(list(flags), dtype=torch.int64)
+        with _peers("compare their gradients"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.control)
+        return votes.bool().tolist()
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks."""
+        if self.size > 1:
+            x = x.clone()
+            self.wire_bytes += x.nbytes
+            with _peers("agree on a scale"):
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """Elementwise sum over the ranks."""
+        if self.size > 1:
+            x = x.clone()
+            with _peers("add up"):
+                dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, parcels: list[Parcel]) -> Arrival:
+        """Bring the rows of all ranks together."""
+        if self.size == 1:
+            return Arrival([], [parcel.rows for parcel in parcels], parcels)
+        # As bytes: a coalesced collective takes one dtype, and codes travel with float scales.
+        sent = [_padded(p.rows, p.chunk).view(torch.uint8) for p in parcels]
+        wholes = [
+            self.leases.lend((self.size * len(rows), *rows.shape[1:]), rows.dtype, rows.device)
+            for rows in sent
+        ]
+        self.wire_bytes += sum(whole.nbytes for whole in wholes)
+        with _peers("gather a weight"):
+            work = self.group.allgather_into_tensor_coalesced(wholes, sent)
+        # A collective reads what is sent until it is done, so the works hold it.
+        wholes = [w.view(p.rows.dtype) for w, p in zip(wholes, parcels, strict=True)]
+        return Arrival([(work, sent)], wholes, parcels)
+
+    def scatter(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
+        """Add the ranks' matrices up and bring each rank its rows, in the matrices' dtype."""
+        mine = [rows[self.rank] for rows in counts]
+        parcels = [Parcel(whole, (rows,)) for whole, rows in zip(wholes, mine, strict=True)]
+        if self.size == 1:
+            return Arrival([], wholes, parcels)
+        sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
+        shards = [rows.new_empty(len(rows) // self.size, *rows.shape[1:]) for rows in sent]
+        self.wire_bytes += sum(rows.nbytes for rows in sent)
+        with _peers("reduce a gradient"):
+            work = self.group.reduce_scatter_tensor_coalesced(shards, sent)
+        return Arrival([(work, sent)], shards, parcels)
+
+    def exchange(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
+        """Bring each rank its rows of every rank's matrix, ``(P C, K)``, not added up."""
+        sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
+        parcels = [Parcel(rows, (len(rows),)) for rows in sent]
+        if self.size == 1:
+            return Arrival([], sent, parcels)
+        self.wire_bytes += sum(rows.nbytes for rows in sent)
+        arrived = [torch.empty_like(rows) for rows in sent]
+        with _peers("reduce a gradient"):
+            works = [
+                (dist.all_to_all_single(new, rows, group=self.group, async_op=True), rows)
+                for new, rows in zip(arrived, sent, strict=True)
+            ]
+        return Arrival(works, arrived, parcels)
+
+
+def wait_all(works: list[Any]) -> None:
+    """Wait for collectives.
+
+    Raises:
+        PeerError: One did not come to its end.
+    """
+    with _peers("finish a collective"):
+        while works:
+            work = works.pop()
+            (work[0] if isinstance(work, tuple) else work).wait()
+
+
+@contextlib.contextmanager
+def _peers(what: str) -> Iterator[None]:
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"the ranks of this group were to {what}, but another one has gone or did not answer "
+            f"in time ({error}); look at the output of the other ranks, and start all again"
+        ) from error
+
+
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that answers on the host."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    control: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return control
+
+
+def _padded(rows: Tensor, chunk: int) -> Tensor:
+    if len(rows) == chunk:
+        return rows.contiguous()
+    padded = rows.new_zeros(chunk, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _spread(whole: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """The rows of each rank from a multiple of C on: ``(P C, K)``."""
+    parcel = Parcel(whole, counts)
+    if parcel.is_dense:
+        return _padded(whole, parcel.chunk * len(counts))
+    pieces = whole.split(list(counts))
+    return torch.cat([_padded(piece, parcel.chunk) for piece in pieces])
+
+
+def _without_padding(whole: Tensor, parcel: Parcel) -> Tensor:
+    total, chunk = sum(parcel.counts), parcel.chunk
+    if parcel.is_dense:
+        return whole[:total]
+    starts = range(0, chunk * len(parcel.counts), chunk)
+    pairs = zip(starts, parcel.counts, strict=True)
+    return torch.cat([whole[start : start + count] for start, count in pairs])

@@ -1,0 +1,85 @@
+"""The norm of a gradient of which each rank has a part.
+
+A part of the sum is here, and the rest on the other ranks of the weight's group; what every
+rank keeps whole is here altogether and must be counted once.  ``torch.nn.utils`` knows of
+neither, and would clip each rank by a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backstash.errors import ConfigError
+from backstash.weights.channel import Channel
+from backstash.weights.sharded import ShardedWeight
+
+
+def gradient_norm(
+    parameters: Iterable[Tensor], norm_type: float = 2.0, *, across: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The norm of all gradients together, the same on every rank; all ranks call it.
+
+    Args:
+        parameters: Sharded weights and others; those without a gradient count as zeros.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        across: A group whose ranks hold *other* parameters, such as other experts: their
+            norms are taken together.
+
+    Returns:
+        A float32 scalar on the device of the parameters.
+
+    Raises:
+        ConfigError: There are no parameters, or the norm is none.
+        PeerError: Another rank failed or is gone.
+    """
+    parameters = list(parameters)
+    if not parameters or not norm_type > 0:
+        raise ConfigError(
+            f"gradient_norm needs parameters and a norm above zero, got {len(parameters)} "
+            f"parameters and {norm_type!r}"
+        )
+    largest = norm_type == float("inf")
+    parts: dict[Channel | None, list[Tensor]] = {None: []}
+    for p in parameters:
+        sharding = p.sharding if isinstance(p, ShardedWeight) else None
+        part = parts.setdefault(sharding and sharding.channel, [])
+        if p.grad is not None and p.grad.numel():
+            norm = torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=torch.float32)
+            part.append(norm if largest else norm**norm_type)
+    zero = torch.zeros((), device=parameters[0].device)
+    total = zero
+    for channel, part in parts.items():
+        sum_here = _together([zero, *(norm.to(zero.device) for norm in part)], largest=largest)
+        if channel is not None:
+            sum_here = (channel.largest if largest else channel.total)(sum_here)
+        total = _together([total, sum_here], largest=largest)
+    if across is not None:
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=across)
+    return total if largest else total ** (1.0 / norm_type)
+
+
+def clip_gradients_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, **across: Any
+) -> Tensor:
+    """Scale all gradients down so that their norm is at most ``max_norm``; all ranks call it.
+
+    Returns:
+        The norm before, as :func:`gradient_norm` gives it for the same arguments.
+
+    Raises:
+        ConfigError, PeerError: As :func:`gradient_norm`.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, norm_type, **across)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _together(parts: list[Tensor], *, largest: bool) -> Tensor:
+    stacked = torch.stack(parts)
+    return stacked.max() if largest else stacked.sum()

@@ -1,0 +1,83 @@
+"""What can be chosen about sharding, as a frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch
+
+from backstash.errors import ConfigError
+from backstash.weights.layout import Split
+
+
+class Reduce(enum.Enum):
+    """What the gradient of a weight is made of those of the ranks."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+class Delivery(enum.Enum):
+    """How the gradient of a shard gets to its parameter."""
+
+    #: Added to ``.grad`` behind autograd's back, at the latest when backward has ended, so
+    #: that its reduction runs beside the rest of backward.
+    OVERLAPPED = "overlapped"
+    #: Waited for and returned to autograd, for wrappers such as DDP that listen there.
+    AT_ONCE = "at_once"
+
+
+class Others(enum.Enum):
+    """What becomes of the gradients of parameters that every rank keeps whole."""
+
+    REDUCE = "reduce"  # like those of the shards, when backward has ended
+    LEAVE = "leave"  # somebody else does
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How weights are cut, and how their gradients are reduced.
+
+    Attributes:
+        split: Where weights of several experts are cut: ``"experts"``, ``"rows"``, or ``"auto"``.
+        reduce: ``"mean"`` or ``"sum"`` over the ranks.
+        accumulate: The dtype gradients are added up in, such as ``torch.float32``; None leaves
+            it to the collective, which adds in their own.
+        delivery: ``"overlapped"`` or ``"at_once"``.
+        others: ``"reduce"`` or ``"leave"`` the gradients of all other parameters.
+
+    Raises:
+        ConfigError: A field is not one of these.
+    """
+
+    split: Split | str = Split.AUTO
+    reduce: Reduce | str = Reduce.MEAN
+    accumulate: torch.dtype | None = None
+    delivery: Delivery | str = Delivery.OVERLAPPED
+    others: Others | str = Others.REDUCE
+
+    def __post_init__(self) -> None:
+        kinds = {"split": Split, "reduce": Reduce, "delivery": Delivery, "others": Others}
+        for name, kind in kinds.items():
+            object.__setattr__(self, name, _one_of(kind, name, getattr(self, name)))
+        dtype = self.accumulate
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)
+        ):
+            raise ConfigError(
+                f"accumulate must be torch.float32, torch.float64 or None, got {dtype!r}"
+            )
+
+    def divisor(self, ranks: int) -> int:
+        """What a sum over the ranks is divided by."""
+        return 1 if self.reduce is Reduce.SUM else ranks
+
+
+def _one_of(kind: type[enum.Enum], name: str, value: Any) -> enum.Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        words = [member.value for member in kind]
+        raise ConfigError(f"{name} must be one of {words}, got {value!r}") from None

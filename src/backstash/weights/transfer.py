@@ -1,0 +1,151 @@
+"""One use of a bundle of weights: a gather, or the reduction of a gradient.
+
+Each is finished exactly once: a gather by :meth:`Gather.take` or :meth:`Gather.drop`, a
+reduction by :meth:`Reduction.finish`.  Until then it holds the memory that its state says.
+
+Letters: P ranks, C rows of the longest shard, K columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash.formats import Usage
+from backstash.tensors import QuantizedTensor
+from backstash.weights.channel import Channel
+from backstash.weights.layout import Layout
+from backstash.weights.states import State, move
+from backstash.weights.travel import Travel, WeightKind
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One weight of a bundle: its name, what it is whole, and how it travels."""
+
+    name: str
+    kind: WeightKind
+    ways: dict[Usage, Travel]
+
+    @property
+    def layout(self) -> Layout:
+        """Which rows each rank has."""
+        return self.kind.layout
+
+
+class Gather:
+    """Whole weights on their way to one use."""
+
+    def __init__(
+        self, members: Sequence[Member], shards: Sequence[Tensor], channel: Channel, usage: Usage
+    ) -> None:
+        self.usage = usage
+        self._members = members
+        self._shards = shards
+        self._versions = [shard._version for shard in shards]
+        with torch.no_grad():
+            self._sent = [
+                member.ways[usage].pack(shard, member.layout, channel)
+                for member, shard in zip(members, shards, strict=True)
+            ]
+            self._arrival = channel.gather(
+                [p for sent in self._sent for p in sent.parcels.values()]
+            )
+        # With one rank what is handed out is the shard: no memory that could be freed.
+        self._is_copy = channel.size > 1
+        self._state = State.GATHERING
+        self._storages: list[StorageWeakRef] = []
+
+    @property
+    def state(self) -> State:
+        """GATHERED for as long as somebody holds what :meth:`take` gave."""
+        if self._state is State.GATHERED and all(s.expired() for s in self._storages):
+            self._state = State.SHARDED
+        return self._state
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was changed since it was sent."""
+        return [shard._version for shard in self._shards] != self._versions
+
+    def take(self) -> list[Tensor]:
+        """Wait, and hand the whole weights out; they live as long as somebody holds them."""
+        self._state = move(self._state, State.GATHERING, State.GATHERED, "a gather")
+        arrived = self._arrival.wait()
+        wholes = []
+        for member, sent in zip(self._members, self._sent, strict=True):
+            mine, arrived = arrived[: len(sent.parcels)], arrived[len(sent.parcels) :]
+            wholes.append(member.ways[self.usage].unpack(mine, sent, member.kind))
+        if self._is_copy:
+            self._storages = [
+                StorageWeakRef(buffer.untyped_storage()) for w in wholes for buffer in _buffers(w)
+            ]
+        self._sent = []
+        return wholes
+
+    def drop(self) -> None:
+        """Wait, and let it go: nobody needs it."""
+        self._state = move(self._state, State.GATHERING, State.SHARDED, "a gather")
+        self._sent = []
+        self._arrival.wait()
+
+
+class Reduction:
+    """Gradients of whole weights on their way to gradients of shards.
+
+    With ``wide`` each rank gets the other ranks' rows as they are and adds them up itself, in
+    that dtype and in rank order; otherwise the collective adds, in the gradients' own dtype.
+    The bytes on the wire are the same.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        grads: Sequence[Tensor],
+        channel: Channel,
+        wide: torch.dtype | None,
+    ) -> None:
+        self._channel = channel
+        self._wide = wide
+        self._members = members
+        wholes = [
+            grad.reshape(member.layout.rows, member.layout.columns)
+            for member, grad in zip(members, grads, strict=True)
+        ]
+        counts = [member.layout.counts for member in members]
+        with torch.no_grad():
+            send = channel.scatter if wide is None else channel.exchange
+            self._arrival = send(wholes, counts)
+        self._state = State.REDUCING
+
+    @property
+    def state(self) -> State:
+        """REDUCING until it is finished."""
+        return self._state
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and give the sum over all ranks for each shard, in the dtype it was added in."""
+        self._state = move(self._state, State.REDUCING, State.SHARDED, "a reduction")
+        arrived = self._arrival.wait()
+        if self._wide is not None:
+            arrived = [self._added_up(rows, self._wide) for rows in arrived]
+        rank = self._channel.rank
+        return [
+            rows[: member.layout.counts[rank]].view(member.layout.shard_shape(rank))
+            for member, rows in zip(self._members, arrived, strict=True)
+        ]
+
+    def _added_up(self, rows: Tensor, wide: torch.dtype) -> Tensor:
+        first, *others = rows.chunk(self._channel.size) if len(rows) else [rows]
+        total = first.to(wide, copy=True)
+        for other in others:
+            total += other
+        return total
+
+
+def _buffers(whole: Tensor) -> list[Tensor]:
+    return list(whole.buffers.values()) if isinstance(whole, QuantizedTensor) else [whole]

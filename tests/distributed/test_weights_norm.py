@@ -1,0 +1,67 @@
+"""The norm over shards is the norm of the whole, and clipping is by the same number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+from twins import Stack, gradients_of, stack_step
+
+from backstash.errors import ConfigError
+from backstash.weights import clip_gradients_, gradient_norm, shard_weights, sharded_weights
+
+pytestmark = pytest.mark.distributed
+
+
+def norms(group: Any, norm_type: float) -> None:
+    twin, model = Stack(2, 5), Stack(2, 5)
+    sharding = shard_weights(model, group)
+    for m in (twin, model):
+        stack_step(m, 3)
+    wanted = torch.nn.utils.get_total_norm(
+        [p.grad for p in twin.parameters() if p.grad is not None], norm_type
+    )
+    norm = gradient_norm(model.parameters(), norm_type)
+    torch.testing.assert_close(norm, wanted)
+    assert torch.equal(sharding.channel.largest(norm), norm)
+    clipped = clip_gradients_(model.parameters(), 0.5, norm_type)
+    assert torch.equal(clipped, norm)
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5, norm_type)
+    for name, weight in sharded_weights(model).items():
+        grad = twin.get_parameter(name).grad
+        assert grad is not None
+        torch.testing.assert_close(weight.grad, weight.cut.shard(grad, sharding.channel.rank))
+    bias = gradients_of(twin)["layers.0.bias"]
+    torch.testing.assert_close(gradients_of(model)["layers.0.bias"], bias)
+    before = {name: g.clone() for name, g in gradients_of(model).items() if g is not None}
+    clip_gradients_(model.parameters(), 1e6, norm_type)
+    assert all(torch.equal(g, before[n]) for n, g in gradients_of(model).items() if g is not None)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_five_rows_on_four_ranks_have_the_norm_of_the_whole(ranks: Ranks, norm_type: float) -> None:
+    ranks.run(norms, norm_type, size=4)
+
+
+def across_experts(group: Any, norm_type: float) -> float:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.full((2,), 3.0 + torch.distributed.get_rank())
+    return gradient_norm([p], norm_type, across=group).item()
+
+
+def test_ranks_with_other_parameters_are_taken_together_where_that_is_said(ranks: Ranks) -> None:
+    assert ranks.run(across_experts, 2.0) == [pytest.approx((2 * 9 + 2 * 16) ** 0.5)] * 2
+    assert ranks.run(across_experts, float("inf")) == [4.0, 4.0]
+
+
+def test_without_a_gradient_the_norm_is_zero() -> None:
+    assert gradient_norm([nn.Parameter(torch.zeros(2))]).item() == 0
+
+
+@pytest.mark.parametrize(("count", "norm_type"), [(0, 2.0), (1, 0.0), (1, float("nan"))])
+def test_no_parameters_or_no_norm_is_refused(count: int, norm_type: float) -> None:
+    with pytest.raises(ConfigError, match="needs parameters and a norm above zero"):
+        gradient_norm([nn.Parameter(torch.zeros(2))] * count, norm_type)
