@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
 from backstash.recompute import top_hooks
-from backstash.saving.marks import valid_rows
+from backstash.saving.marks import spend_mark, valid_rows
 
 _push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # pyright: ignore
@@ -91,6 +91,12 @@ class _Frame:
         self.active = True
 
     def pack(self, tensor: Tensor) -> Any:
+        try:
+            return self._pack(tensor)
+        finally:
+            spend_mark(tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
         if self.active and not _is_weight(tensor):
             rows = valid_rows(tensor)
             for handler in self.handlers:
@@ -159,6 +165,12 @@ class saving:
         # Contexts inside this one may go on, and pass outwards what they decline.
         frame.active = False
         _take_off(frame)
+
+
+def is_saving() -> bool:
+    """Is a :class:`saving` context the innermost one, and so asked about each tensor?"""
+    top = top_hooks(True)
+    return top is not None and _frame_of(top) is not None
 
 
 def announce(tensors: Sequence[Tensor | None]) -> None:

@@ -7,6 +7,7 @@ because autograd saves other objects (detached, viewed) than those a user marks.
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backstash.errors import DeviceError, DtypeError, LayoutError, ShapeError
-from backstash.recompute import top_hooks
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
@@ -32,6 +32,16 @@ class _Mark(NamedTuple):
 
 # Keyed by the storage, weakly: the mark and its length go when the storage goes.
 _MARKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class _Once(threading.local):
+    """Marks for what the node whose saving is under way saves next on this thread."""
+
+    def __init__(self) -> None:
+        self.marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_once = _Once()
 
 
 def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = None) -> None:
@@ -77,17 +87,36 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
     _mark(value, rows)
 
 
-def mark_rows(value: GroupedTensor) -> None:
-    """Mark the buffers of a grouped tensor, if hooks are there to be told."""
-    if top_hooks(True) is not None:
+def mark_once(value: GroupedTensor) -> None:
+    """Mark the buffers of a grouped tensor for the node that is about to save them.
+
+    Its rows may be the caller's own tensor, which another node saves whole: so a plain
+    buffer is marked for one save.  The buffers of a quantized one are nobody else's.
+    """
+    if isinstance(value.data, QuantizedTensor):
         _mark_buffers(value)
+    else:
+        _once.marks[value.data.untyped_storage()] = _mark_of(value.data, value.ends_G[-1:])
+
+
+def spend_mark(tensor: Tensor) -> None:
+    """The node has saved ``tensor``: what was marked for this once is over."""
+    if _once.marks and _has_rows(tensor):
+        _once.marks.pop(tensor.untyped_storage(), None)
+
+
+def forget_marks() -> None:
+    """A new node is saved: what an earlier one marked and never saved is over."""
+    if _once.marks:
+        _once.marks.clear()
 
 
 def valid_rows(tensor: Tensor) -> Tensor | None:
     """The valid length that was marked for this buffer, or None."""
-    if not _MARKS or tensor.ndim == 0 or not _has_rows(tensor):
+    if not (_MARKS or _once.marks) or tensor.ndim == 0 or not _has_rows(tensor):
         return None
-    mark = _MARKS.get(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    mark = _once.marks.get(storage) or _MARKS.get(storage)
     if mark is None:
         return None
     same_rows = tensor.shape[0] == mark.size and tensor.stride(0) * tensor.itemsize == mark.stride
@@ -106,6 +135,10 @@ def _mark_buffers(value: GroupedTensor) -> None:
 
 
 def _mark(buffer: Tensor, rows: Tensor) -> None:
+    _MARKS[buffer.untyped_storage()] = _mark_of(buffer, rows)
+
+
+def _mark_of(buffer: Tensor, rows: Tensor) -> _Mark:
     if buffer.ndim == 0 or not _has_rows(buffer) or not buffer.is_contiguous():
         came = buffer.stride() if buffer.layout is torch.strided else buffer.layout
         raise LayoutError(
@@ -115,8 +148,7 @@ def _mark(buffer: Tensor, rows: Tensor) -> None:
         )
     item = buffer.itemsize
     offset, stride = int(buffer.storage_offset()) * item, buffer.stride(0) * item
-    mark = _Mark(offset, stride, len(buffer), rows.detach().reshape(1))
-    _MARKS[buffer.untyped_storage()] = mark
+    return _Mark(offset, stride, len(buffer), rows.detach().reshape(1))
 
 
 def _has_rows(tensor: Tensor) -> bool:

@@ -37,8 +37,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backstash.errors import CompileError, ConfigError, DtypeError, NothingSavedError, ShapeError
 from backstash.recompute import top_hooks
-from backstash.saving.hooks import announce
-from backstash.saving.marks import mark_rows
+from backstash.saving.hooks import announce, is_saving
+from backstash.saving.marks import forget_marks, mark_once
 from backstash.saving.slots import (
     Again,
     AsGiven,
@@ -105,7 +105,8 @@ class _Packer:
     def slot(self, value: Any) -> Any:
         """The slot of one value that is not None."""
         if type(value) is GroupedTensor:
-            mark_rows(value)
+            if is_saving():
+                mark_once(value)
             data = self.slot(value.data)
             return Grouped(data, self._append(value.ends_G), self._append(value.overflow))
         if not isinstance(value, Tensor):
@@ -200,6 +201,7 @@ def _repeats(values: tuple[Any, ...]) -> bool:
 
 
 def _prepare_each(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Records]:
+    forget_marks()
     packer = _Packer()
     position_of: dict[int, int] = {}
     slots: list[Any] = []
