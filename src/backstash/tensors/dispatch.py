@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd.graph import increment_version
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
@@ -215,6 +215,27 @@ def _write_each_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         getattr(target, name)(*others, **scale, **kwargs)
     # In-place operations count as writes for autograd; of a list it leaves that to each tensor.
     increment_version([target for target in args[0] if not target.is_inference()])
+
+
+if distributed.is_available():
+
+    @_operation(torch.ops.c10d.broadcast_.default)
+    def _broadcast_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The bytes of one rank's buffers into those of the others, whose layout is the same."""
+        tensors, *rest = args
+        works = [
+            func([part], *rest, **kwargs)[1]
+            for tensor in tensors
+            for part in (_held(tensor) if isinstance(tensor, QuantizedTensor) else [tensor])
+        ]
+        for work in works[:-1]:
+            work.wait()
+        return tensors, works[-1]
+
+
+def _held(tensor: QuantizedTensor) -> list[Tensor]:
+    ends = [] if tensor.ends_G is None else [tensor.ends_G]
+    return [*tensor.buffers.values(), *ends]
 
 
 def _each_buffer(tensor: QuantizedTensor, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:

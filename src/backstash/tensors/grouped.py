@@ -136,7 +136,7 @@ def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tens
         DtypeError: ``counts`` are not integers.
     """
     counts_G = _integers(counts, "counts")
-    if counts_G.is_cpu and int(counts_G.min()) < 0:
+    if _host_sees(counts_G) and int(counts_G.min()) < 0:
         raise ShapeError(f"counts must not be negative, got {counts_G.tolist()}; clamp them")
     return _on(counts_G, device, "counts").cumsum(0)
 
@@ -144,7 +144,7 @@ def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tens
 def as_ends(ends: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Running ends, int64 on ``device``, checked where the host can see them."""
     ends_G = _integers(ends, "ends")
-    if ends_G.is_cpu and int(ends_G.diff(prepend=ends_G.new_zeros(1)).min()) < 0:
+    if _host_sees(ends_G) and int(ends_G.diff(prepend=ends_G.new_zeros(1)).min()) < 0:
         raise ShapeError(
             f"ends must start at zero or more and never decrease, got {ends_G.tolist()}; "
             f"use GroupedTensor.from_counts if these are the rows of each group"
@@ -159,6 +159,11 @@ def _on(values_G: Tensor, device: torch.device, what: str) -> Tensor:
             f"list or a real tensor"
         )
     return values_G.to(device, non_blocking=True)
+
+
+def _host_sees(values: Tensor) -> bool:
+    """May values be looked at?  On a device it would wait for it, in a trace there are none."""
+    return values.is_cpu and not torch.compiler.is_compiling()
 
 
 def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
