@@ -12,8 +12,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from backstash import kernels  # noqa: E402
-from twin_cases import random_counts  # noqa: E402
+from backstash import kernels
+from twin_cases import random_counts
 
 
 def run(counts: list[int], tail: int, columns: int) -> None:

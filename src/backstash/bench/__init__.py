@@ -14,12 +14,18 @@ from types import ModuleType
 
 import tyro
 
-from backstash.bench import cast, moe, saving, stash
+from backstash.bench import cast, grouped_mm, moe, saving, stash
 from backstash.bench.record import append_rows
 from backstash.errors import ConfigError
 
 # A case is a file with measure(repeats) -> rows and show(rows).
-CASES: Mapping[str, ModuleType] = {"cast": cast, "moe": moe, "saving": saving, "stash": stash}
+CASES: Mapping[str, ModuleType] = {
+    "cast": cast,
+    "grouped_mm": grouped_mm,
+    "moe": moe,
+    "saving": saving,
+    "stash": stash,
+}
 MOST_REPEATS = 10_000
 
 

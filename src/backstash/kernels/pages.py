@@ -70,10 +70,10 @@ def stash_pages(
     number: int,
 ) -> None:
     """Copy the valid prefix of each source into pages, in one launch of at most 8 buffers."""
-    _check_count(len(sources))
+    check_count(len(sources))
     block = min(page_bytes, BLOCK_BYTES)
     bound = sum(triton.cdiv(source.numel(), block) for source in sources)
-    programs = _programs(bound, free_N.device)
+    programs = program_count(bound, free_N.device)
     _stash[(programs,)](
         tuple(sources),
         tuple(rows),
@@ -109,10 +109,10 @@ def restore_pages(
     page_bytes: int,
 ) -> None:
     """Copy the valid prefix of some buffers of a launch back, in one launch."""
-    _check_count(len(destinations))
+    check_count(len(destinations))
     block = min(page_bytes, BLOCK_BYTES)
     bound = sum(triton.cdiv(destination.numel(), block) for destination in destinations)
-    programs = _programs(bound, table.device)
+    programs = program_count(bound, table.device)
     _restore[(programs,)](
         tuple(destinations),
         tuple(places),
@@ -142,7 +142,8 @@ def release_pages(
     )
 
 
-def _check_count(count: int) -> None:
+def check_count(count: int) -> None:
+    """Refuse more buffers than the kernels were written for."""
     if not 1 <= count <= MOST_BUFFERS:
         raise LayoutError(
             f"one launch moves 1 to {MOST_BUFFERS} buffers, got {count}; split them into launches"
@@ -154,7 +155,8 @@ def _in_words(buffers: Sequence[Tensor]) -> bool:
     return all(buffer.data_ptr() % _VECTOR == 0 for buffer in buffers)
 
 
-def _programs(blocks: int, device: torch.device) -> int:
+def program_count(blocks: int, device: torch.device) -> int:
+    """Programs for so many blocks at most: as many as run at once."""
     return max(1, min(blocks, _processors(device) * PROGRAMS_PER_PROCESSOR))
 
 
@@ -187,14 +189,14 @@ def _copy_block(p_from, p_to, left, BLOCK: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _length(p_rows, capacity_rows, row_bytes):
+def valid_length(p_rows, capacity_rows, row_bytes):
     """Valid bytes of a buffer: a count past the buffer must not be believed."""
     count = tl.load(p_rows).to(tl.int64)
     return tl.minimum(tl.maximum(count, 0), capacity_rows) * row_bytes
 
 
 @triton.jit
-def _first_block(i_program, before, programs):
+def first_block(i_program, before, programs):
     """The first block of a buffer that is this program's, ``before`` blocks having gone before."""
     return (i_program - before % programs + programs) % programs
 
@@ -227,7 +229,7 @@ def _stash(
     free_host = tl.load(p_state + TAIL_HOST) - head_host
     total = tl.full((), 0, tl.int64)
     for i in tl.static_range(BUFFERS):
-        total += tl.cdiv(_length(p_rows[i], capacity_rows[i], row_bytes[i]), PAGE)
+        total += tl.cdiv(valid_length(p_rows[i], capacity_rows[i], row_bytes[i]), PAGE)
     from_device = tl.minimum(total, free_device)
     from_host = total - from_device
     fits = from_host <= free_host
@@ -236,12 +238,12 @@ def _stash(
     blocks_before = tl.full((), 0, tl.int64)
     bytes_stashed = tl.full((), 0, tl.int64)
     for i in tl.static_range(BUFFERS):
-        length = _length(p_rows[i], capacity_rows[i], row_bytes[i])
+        length = valid_length(p_rows[i], capacity_rows[i], row_bytes[i])
         if i_program == 0:
             tl.store(p_table + HEADER + i, length)
             tl.store(p_table + HEADER + BUFFERS + i, first)
         blocks = tl.where(fits, tl.cdiv(length, BLOCK), 0)
-        for i_block in range(_first_block(i_program, blocks_before, programs), blocks, programs):
+        for i_block in range(first_block(i_program, blocks_before, programs), blocks, programs):
             o_byte = i_block * BLOCK
             slot = first + o_byte // PAGE
             o_page = i_block % (PAGE // BLOCK) * BLOCK
@@ -260,29 +262,48 @@ def _stash(
         bytes_stashed += length
         first += tl.cdiv(length, PAGE)
 
+    commit(
+        p_state,
+        p_table,
+        p_receipt,
+        (device_size, host_size),
+        (head_device, head_host),
+        (free_device, free_host),
+        total,
+        bytes_stashed,
+        number,
+        programs,
+    )
+
+
+@triton.jit
+def commit(p_state, p_table, p_receipt, sizes, heads, free, total, bytes_stashed, number, programs):
+    """Write the new heads and all counters, in the last program of the launch to come here."""
     # All threads of this program must have read the heads before it counts as done.
     tl.debug_barrier()
     done = tl.atomic_add(p_state + PROGRAMS_DONE, 1, sem="acq_rel")
     if done == programs - 1:
         tl.store(p_state + PROGRAMS_DONE, 0)
-        if fits:
-            missing = tl.full((), 0, tl.int64)
+        from_device = tl.minimum(total, free[0])
+        from_host = total - from_device
+        missing = tl.load(p_state + MISSING)
+        if from_host <= free[1]:
             tl.store(p_state + BYTES_STASHED, tl.load(p_state + BYTES_STASHED) + bytes_stashed)
             tl.store(p_receipt, from_device + (from_host << HOST_SHIFT))
+            tl.store(p_table + 2, tl.full((), 0, tl.int64))
         else:
-            missing = total
-            _count_overflow(p_state, from_host - free_host, number)
+            _count_overflow(p_state, from_host - free[1], number)
             tl.store(p_receipt, tl.full((), RECEIPT_OVERFLOW, tl.int64))
-        from_device = tl.where(fits, from_device, 0)
-        from_host = tl.where(fits, from_host, 0)
+            tl.store(p_table + 2, total)
+            missing += total
+            from_device = tl.full((), 0, tl.int64)
+            from_host = tl.full((), 0, tl.int64)
         tl.store(p_table, from_device)
         tl.store(p_table + 1, from_host)
-        tl.store(p_table + 2, missing)
-        tl.store(p_state + HEAD_DEVICE, head_device + from_device)
-        tl.store(p_state + HEAD_HOST, head_host + from_host)
-        used_device = device_size - free_device + from_device
-        used_host = host_size - free_host + from_host
-        missing += tl.load(p_state + MISSING)
+        tl.store(p_state + HEAD_DEVICE, heads[0] + from_device)
+        tl.store(p_state + HEAD_HOST, heads[1] + from_host)
+        used_device = sizes[0] - free[0] + from_device
+        used_host = sizes[1] - free[1] + from_host
         tl.store(p_state + MISSING, missing)
         _raise_to(p_state + HIGH_DEVICE, used_device)
         _raise_to(p_state + HIGH_HOST, used_host)
@@ -328,7 +349,7 @@ def _restore(
         length = tl.minimum(tl.load(p_table + HEADER + places[i]), capacities[i])
         first = tl.load(p_table + HEADER + BUFFERS + places[i])
         blocks = tl.cdiv(length, BLOCK)
-        for i_block in range(_first_block(i_program, blocks_before, programs), blocks, programs):
+        for i_block in range(first_block(i_program, blocks_before, programs), blocks, programs):
             o_byte = i_block * BLOCK
             p_to = p_destinations[i] + o_byte
             left = length - o_byte

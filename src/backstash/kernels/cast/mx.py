@@ -29,11 +29,9 @@ from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_
 
 _BLOCK = 32
 # Codes along rows need no block of rows: few rows and many slices fill whole sectors.
-_ROWS, _ROW_SLICES, _ROW_STEPS = 4, 32, 4
-# Threads that own whole columns, few to a program: none waits for one of another warp.
-_COLUMN_SLICES, _COLUMNS_A_THREAD = 4, 2
-_COLUMN_LAUNCH: dict[str, Any] = {"num_warps": 2}
-_VALUE_SLICES, _VALUES_A_THREAD = 4, 4
+_ROWS, _ROWS_BESIDE_COLUMNS, _ROW_SLICES, _ROW_STEPS = 4, 2, 32, 4
+# Down columns, programs of two warps: few threads that wait for one another.
+_COLUMN_SLICES, _COLUMNS_A_THREAD, _VALUE_SLICES, _VALUES_A_THREAD = 2, 2, 4, 4
 
 Buffers = tuple[Tensor, Tensor]
 
@@ -98,31 +96,35 @@ def _down_columns(
     chunks = tl.cdiv(slices, BS)
     i_block = i_program // chunks
     first, end, group = locate_block(p_table, rows, i_block, B)
-    # A block that no group needs reads nothing, and so has exponents of zero.
-    end = tl.where(group < groups, end, first)
-    o_first, o_block = tl.cast(first, tl.int64), tl.cast(i_block, tl.int64)
-    i_row = tl.arange(0, B)
-    o_row = i_row.to(OFFSET)
     i_slice = i_program % chunks * BS + tl.arange(0, BS)
-    # A thread gets V whole columns side by side, and finds their largest value alone.
+    # A thread gets V columns side by side: it finds their largest values almost alone.
     i_column = tl.max_contiguous(i_slice[:, None] * 32 + tl.arange(0, 32)[None, :], [1, V])
     m_column = i_column < columns
-    mask = (first + i_row < end)[:, None, None] & m_column[None, :, :]
-    o_tile = o_row[:, None, None] * row_stride + i_column[None, :, :]
-    x = tl.load(p_x + o_first * row_stride + o_tile, mask=mask, other=0).to(tl.float32)
-    o_codes = o_row[:, None, None] * columns + i_column[None, :, :]
-    largest = tl.maximum(tl.max(tl.abs(x), 0), 0.0)
+    exponent = tl.zeros([BS, 32], tl.int32)
+    tile_exponent = tl.zeros([BS], tl.int32)
+    # A block that no group needs has exponents of zero, and nothing else.
+    if group < groups:
+        o_first = tl.cast(first, tl.int64)
+        i_row = tl.arange(0, B)
+        o_row = i_row.to(OFFSET)
+        mask = (first + i_row < end)[:, None, None] & m_column[None, :, :]
+        o_tile = o_row[:, None, None] * row_stride + i_column[None, :, :]
+        x = tl.load(p_x + o_first * row_stride + o_tile, mask=mask, other=0).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(x), 0), 0.0)
+        if p_exponents is not None:
+            exponent = exponent_of(largest)
+            codes = x * multiplier_of(exponent)[None, :, :]
+        else:
+            tile_exponent = exponent_of(tl.max(largest, 1))
+            codes = x * multiplier_of(tile_exponent)[None, :, None]
+        o_codes = o_row[:, None, None] * columns + i_column[None, :, :]
+        tl.store(p_codes + o_first * columns + o_codes, codes.to(tl.float8e4nv), mask=mask)
     if p_exponents is not None:
-        exponent = exponent_of(largest)
-        codes = x * multiplier_of(exponent)[None, :, :]
-        p_exponent = p_exponents + o_block * columns + i_column
+        p_exponent = p_exponents + tl.cast(i_block, tl.int64) * columns + i_column
         tl.store(p_exponent, exponent.to(tl.uint8), mask=m_column)
     else:
-        exponent = exponent_of(tl.max(largest, 1))
-        codes = x * multiplier_of(exponent)[None, :, None]
-        p_exponent = p_tile_exponents + o_block * slices + i_slice
-        tl.store(p_exponent, exponent.to(tl.uint8), mask=i_slice < slices)
-    tl.store(p_codes + o_first * columns + o_codes, codes.to(tl.float8e4nv), mask=mask)
+        p_exponent = p_tile_exponents + tl.cast(i_block, tl.int64) * slices + i_slice
+        tl.store(p_exponent, tile_exponent.to(tl.uint8), mask=i_slice < slices)
 
 
 @triton.jit
@@ -152,20 +154,19 @@ def _quantize_kernel(
     Programs side by side work on the same rows at the same time, so what one has read the
     other finds in the cache, and each direction keeps the threads as suits it.
     """
+    i_program = tl.program_id(0)
     if p_codes is None:
-        i_program = tl.program_id(0)
         _along_rows(
             p_x, p_row_codes, p_row_exponents, rows, columns, row_stride,
             i_program, RB, RBS, STEPS, OFFSET,
         )  # fmt: skip
     elif p_row_codes is None:
-        i_program = tl.program_id(0)
         _down_columns(
             p_x, p_codes, p_column_exponents, p_tile_exponents, p_table, groups, rows, columns,
             row_stride, i_program, B, BS, V, OFFSET,
         )  # fmt: skip
     else:
-        i_program = tl.program_id(0) // 2
+        i_program = i_program // 2
         if tl.program_id(0) % 2 == 0:
             _along_rows(
                 p_x, p_row_codes, p_row_exponents, rows, columns, row_stride,
@@ -314,8 +315,9 @@ def _quantize(
     codes, _ = _as_codes(down_columns or in_tiles)
     BS = min(_COLUMN_SLICES, triton.next_power_of_2(max(1, slices)))
     tile = _row_tile(slices, steps=_ROW_STEPS if codes is None else 1)
+    if codes is not None:
+        tile |= {"RB": _ROWS_BESIDE_COLUMNS, "num_warps": 2}
     tile |= {"B": _BLOCK, "BS": BS, "V": _COLUMNS_A_THREAD, "OFFSET": _offset(x_MK)}
-    tile |= {} if codes is None else _COLUMN_LAUNCH
     row_programs = triton.cdiv(rows, tile["RB"]) * triton.cdiv(slices, tile["RBS"] * tile["STEPS"])
     column_programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(slices, BS)
     programs = row_programs if codes is None else column_programs
@@ -360,9 +362,8 @@ def _dequantize(
     else:
         BS = min(_VALUE_SLICES, triton.next_power_of_2(max(1, slices)))
         tile = {"B": _BLOCK, "BS": BS, "STEPS": 1, "V": _VALUES_A_THREAD, "num_warps": 2}
-    programs = block_count(rows, ends_G, tile["B"]) * triton.cdiv(
-        slices, tile["BS"] * tile["STEPS"]
-    )
+    chunks = triton.cdiv(slices, tile["BS"] * tile["STEPS"])
+    programs = block_count(rows, ends_G, tile["B"]) * chunks
     if programs:
         _dequantize_kernel[(programs,)](
             codes_MK.view(torch.float8_e4m3fn),
@@ -389,12 +390,11 @@ def _row_tile(slices: int, *, steps: int) -> dict[str, Any]:
 
 def _offset(x_MK: Tensor) -> Any:
     """The first row of a program is addressed in 64 bits; its others, from there, in fewer."""
-    farthest = _BLOCK * max(x_MK.stride(0), x_MK.shape[1]) + x_MK.shape[1]
+    farthest = (_BLOCK + 1) * max(x_MK.stride(0), x_MK.shape[1])
     return tl.int32 if farthest < 2**31 else tl.int64
 
 
 def _as_codes(pair: Buffers | None) -> tuple[Tensor | None, Tensor | None]:
     if pair is None:
         return None, None
-    codes, exponents = pair
-    return codes.view(torch.float8_e4m3fn), exponents
+    return pair[0].view(torch.float8_e4m3fn), pair[1]

@@ -110,9 +110,34 @@ def stash_pages(
         for source, count, width in zip(sources, rows, row_bytes, strict=True)
     ]
     needs = [-(-length // page_bytes) for length in lengths]
+    pages = (device_pages.numel() // page_bytes, host_pages.numel() // page_bytes)
+    taken = take_pages(lengths, needs, table, pages, free_N, state, receipt, number)
+    for source, length, ids in zip(sources, lengths, taken, strict=False):
+        write_pages(source[:length], ids, device_pages, host_pages, page_bytes)
+
+
+def take_pages(
+    lengths: Sequence[int],
+    needs: Sequence[int],
+    table: Tensor,
+    pages: tuple[int, int],
+    free_N: Tensor,
+    state: Tensor,
+    receipt: Tensor,
+    number: int,
+) -> Sequence[Tensor]:
+    """Take as many pages as are needed off the free list, or none, and write it all down.
+
+    Args:
+        lengths: Valid bytes of each buffer.
+        needs: Pages for each.
+        pages: How many there are in each tier.
+
+    Returns:
+        The pages of each buffer; nothing if there are too few.
+    """
     total = sum(needs)
-    device_size = device_pages.numel() // page_bytes
-    host_size = host_pages.numel() // page_bytes
+    device_size, host_size = pages
     counters: list[int] = state.tolist()
     heads = counters[PoolState.HEAD_DEVICE], counters[PoolState.HEAD_HOST]
     free_device = counters[PoolState.TAIL_DEVICE] - heads[0]
@@ -126,18 +151,10 @@ def stash_pages(
     missing = total if shortage else 0
     head = [from_device, from_host, missing, *lengths, *firsts]
     table[: len(head)] = torch.tensor(head, dtype=torch.int64)
-    ids = torch.cat(
-        [
-            _ring(free_N[:device_size], heads[0], from_device),
-            _ring(free_N[device_size:], heads[1], from_host),
-        ]
-    ).long()
+    device_ids = _ring(free_N[:device_size], heads[0], from_device)
+    host_ids = _ring(free_N[device_size:], heads[1], from_host)
+    ids = torch.cat([device_ids, host_ids]).long()
     table[len(head) : len(head) + len(ids)] = ids
-    if not shortage:
-        for source, length, first, need in zip(sources, lengths, firsts, needs, strict=True):
-            _write_pages(
-                source[:length], ids[first : first + need], device_pages, host_pages, page_bytes
-            )
     state[PoolState.HEAD_DEVICE] += from_device
     state[PoolState.HEAD_HOST] += from_host
     in_use = device_size - free_device + from_device, host_size - free_host + from_host
@@ -146,15 +163,16 @@ def stash_pages(
     state[PoolState.MISSING] += missing
     _raise_to(state, PoolState.DEMAND, sum(in_use) + int(state[PoolState.MISSING]))
     state[PoolState.SPILLED] += from_host
-    if shortage:
-        state[PoolState.OVERFLOWS] += 1
-        _raise_to(state, PoolState.SHORTAGE, shortage)
-        if counters[PoolState.FIRST_OVERFLOW] == 0:
-            state[PoolState.FIRST_OVERFLOW] = number + 1
-        receipt.fill_(RECEIPT_OVERFLOW)
-    else:
+    if not shortage:
         state[PoolState.BYTES_STASHED] += sum(lengths)
         receipt.fill_(from_device + (from_host << RECEIPT_HOST_SHIFT))
+        return ids.split(list(needs))
+    state[PoolState.OVERFLOWS] += 1
+    _raise_to(state, PoolState.SHORTAGE, shortage)
+    if counters[PoolState.FIRST_OVERFLOW] == 0:
+        state[PoolState.FIRST_OVERFLOW] = number + 1
+    receipt.fill_(RECEIPT_OVERFLOW)
+    return []
 
 
 def restore_pages(
@@ -185,7 +203,7 @@ def restore_pages(
             destination[:length] = 0
             continue
         ids = table[first : first + -(-length // page_bytes)]
-        _read_pages(destination[:length], ids, device_pages, host_pages, page_bytes)
+        read_pages(destination[:length], ids, device_pages, host_pages, page_bytes)
         state[PoolState.BYTES_RESTORED] += length
 
 
@@ -215,9 +233,10 @@ def _raise_to(state: Tensor, place: PoolState, value: int) -> None:
     state[place] = max(int(state[place]), value)
 
 
-def _write_pages(
+def write_pages(
     source: Tensor, ids: Tensor, device_pages: Tensor, host_pages: Tensor, page_bytes: int
 ) -> None:
+    """Copy bytes into pages; the last one need not become full."""
     device_size = device_pages.numel() // page_bytes
     whole = len(source) // page_bytes
     pages = source[: whole * page_bytes].view(whole, page_bytes)
@@ -231,9 +250,10 @@ def _write_pages(
         _page(int(ids[whole]), device_pages, host_pages, page_bytes)[: len(rest)] = rest
 
 
-def _read_pages(
+def read_pages(
     destination: Tensor, ids: Tensor, device_pages: Tensor, host_pages: Tensor, page_bytes: int
 ) -> None:
+    """Copy bytes out of pages."""
     device_size = device_pages.numel() // page_bytes
     whole = len(destination) // page_bytes
     pages = destination[: whole * page_bytes].view(whole, page_bytes)
