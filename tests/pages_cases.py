@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from backstash.kernels.reference import mx_pages as mx_reference
 from backstash.kernels.reference import pages as reference
 from backstash.kernels.reference.pages import PoolState, new_pool_state, table_length
 
@@ -191,3 +193,57 @@ def random_program(
         list(range(pool.sizes[0], sum(pool.sizes))),
     ]
     assert pool.counter(PoolState.MISSING) == 0
+
+
+class MXPool(Pool):
+    """The same for values, which lie in pages as MXFP8."""
+
+    FILL = 7.0
+
+    def __init__(
+        self,
+        device_pages: int,
+        host_pages: int,
+        page_bytes: int,
+        kernels: Any = mx_reference,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(device_pages, host_pages, page_bytes, reference, device)
+        self.mx_kernels = kernels
+
+    def stash(self, sources: list[Tensor], rows: list[Tensor], row_values: list[int]) -> Held:
+        """One launch."""
+        slots = sum(-(-len(x) // mx_reference.mx_page_values(self.page_bytes)) for x in sources)
+        table = torch.empty(
+            table_length(len(sources), slots), dtype=torch.int64, device=self.device
+        )
+        self.mx_kernels.stash_mx_pages(
+            sources,
+            rows,
+            row_values,
+            table,
+            self.device_pages,
+            self.host_pages,
+            self.free_N,
+            self.state,
+            self.receipt,
+            page_bytes=self.page_bytes,
+            number=0,
+        )
+        return Held(sources, [], table)
+
+    def restore(self, held: Held, places: list[int] | None = None) -> list[Tensor]:
+        """Some buffers of a launch, in memory full of one value."""
+        places = list(range(len(held.sources))) if places is None else places
+        buffers = [torch.full_like(held.sources[place], self.FILL) for place in places]
+        self.mx_kernels.restore_mx_pages(
+            buffers,
+            places,
+            held.table,
+            self.device_pages,
+            self.host_pages,
+            self.state,
+            buffers=len(held.sources),
+            page_bytes=self.page_bytes,
+        )
+        return buffers

@@ -124,10 +124,12 @@ def stash(
     policy: Policy = Policy.SPILL,
     take: Take = Take.MARKED,
     tail: Tail = Tail.UNSPECIFIED,
+    compress: bs.Format | None = None,
     ahead: int = 1,
 ) -> Stash:
     """A stash in front of such a pool."""
-    return Stash(pool(pages, host_pages), policy=policy, take=take, tail=tail, ahead=ahead)
+    options = {"policy": policy, "take": take, "tail": tail, "compress": compress, "ahead": ahead}
+    return Stash(pool(pages, host_pages), **options)
 
 
 def assert_nothing_is_held(kept: Stash | PagePool) -> None:

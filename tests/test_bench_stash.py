@@ -19,7 +19,7 @@ ROW = stash.StashRow(
     target=0.85,
     pair=PAIR,
     device="a GPU",
-    bytes_copied=40_000,
+    bytes_moved=80_000,
 )
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ PAGE = 64
 def launch(memory: PagePool, nbytes: int, rows: int, number: int = 0) -> Launch:
     data = torch.arange(nbytes).to(torch.uint8)
     with memory.turn():
-        account, _ = memory.admit(memory.pages_of([nbytes]), Policy.SPILL)
+        account, _ = memory.admit(memory.pages_of([(nbytes, torch.uint8)]), Policy.SPILL)
         assert account is not None
         return memory.stash([Buffer(data, torch.tensor([rows]), 1)], account, number)
 

@@ -16,7 +16,7 @@ from backstash.kernels import PoolState
 from backstash.kernels.reference import pages as reference
 from backstash.stash import CapturedStep, PagePool, Policy, Stash, StepState
 from host_reads import no_host_reads
-from pages_cases import Pool, check_restored, random_bytes, random_program
+from pages_cases import MXPool, Pool, check_restored, random_bytes, random_program
 from stash_cases import assert_nothing_is_held
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +41,13 @@ class Bound:
     stash_pages = staticmethod(kernels.stash_pages)
     restore_pages = staticmethod(kernels.restore_pages)
     release_pages = staticmethod(kernels.release_pages)
+
+
+class BoundMX:
+    """The same for values."""
+
+    stash_mx_pages = staticmethod(kernels.stash_mx_pages)
+    restore_mx_pages = staticmethod(kernels.restore_mx_pages)
 
 
 def gpu_pool(device_pages: int, host_pages: int, page: int = PAGE) -> Pool:
@@ -133,6 +140,47 @@ def test_a_replay_takes_and_gives_back_pages_as_the_counts_say() -> None:
         assert torch.equal(restored[:valid], source[:valid])
         assert (restored[valid:] == 0xAB).all()
     assert sorted(pool.free_pages()[0]) == list(range(500))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page", [64, 4096, 65536])
+def test_compressed_values_are_those_of_the_reference(page: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(1000 * 96) * torch.randn(1000 * 96).exp()).to(dtype)
+    x[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    x[96:128] = 0
+    results = []
+    for pool in (MXPool(90, 9000, page), MXPool(90, 9000, page, BoundMX, GPU)):
+        device = str(pool.device)
+        sources = [x.to(device), x[: 7 * 33].to(device)]
+        rows = [torch.tensor([n], device=device, dtype=torch.int32) for n in (901, 99)]
+        held = pool.stash(sources, rows, [96, 33])
+        restored = pool.restore(held)
+        counters = [pool.counter(place) for place in PoolState]
+        results.append((held.table[:7].tolist(), counters, *(r.cpu() for r in restored)))
+    (table, counters, *wanted), (gpu_table, gpu_counters, *found) = results
+    assert table == gpu_table
+    assert counters == gpu_counters
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_compressing_stash_gives_a_gpu_what_it_gives_a_cpu() -> None:
+    x = torch.randn(4096, 96)
+    gradients = []
+    for device in ("cpu", GPU):
+        pool = PagePool(2**22, device=device, page_bytes=4096)
+        stash = Stash(pool, compress=bs.MXFP8)
+        leaf = x.to(device).requires_grad_()
+        with bs.saving(stash):
+            marked = leaf * 1.0
+            bs.mark_grouped_tensor(marked, torch.tensor([1234], device=device))
+            loss = marked[:1234].square().sum() * 0 + (marked * marked)[:1234].sum()
+        loss.backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad[:1234].cpu())
+        del loss
+        assert_nothing_is_held(stash)
+    assert torch.equal(*gradients)
 
 
 # --- steps -------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Into pages and back beside a copy: ``backstash bench stash``, on a GPU.
 
 The yardstick is a copy from the device to itself of the bytes that are valid, timed in turns;
-for what spills it is a copy to pinned host memory.  What comes back is compared first, bit for
-bit.  Buffers are random and twice as large as what is valid in them.
+for what spills it is a copy to pinned host memory, and for what is compressed one that moves as
+many bytes.  What comes back is compared first, bit for bit.  Buffers are random and twice as
+large as what is valid in them.
 
 Letters: T rows that are valid, B bytes of a row.
 """
@@ -10,6 +11,7 @@ Letters: T rows that are valid, B bytes of a row.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,9 +24,18 @@ from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
+from backstash.formats import MXFP8
 
 PAGE_BYTES = 1 << 16
-LARGE, NARROW, SPILLED = 0.97, 0.85, 0.85
+LARGE, NARROW, SPILLED, SQUEEZED = 0.97, 0.85, 0.85, 0.85
+
+
+class Kind(enum.Enum):
+    """What becomes of the buffers."""
+
+    PAGED = "bytes, in pages of the device"
+    SPILLED = "bytes, in pages of the host"
+    COMPRESSED = "bfloat16 values, as MXFP8 in pages of the device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +45,19 @@ class Work:
     what: str
     target: float
     buffers: tuple[tuple[int, int], ...]
-    spilled: bool = False
+    kind: Kind = Kind.PAGED
+
+    @property
+    def nbytes(self) -> int:
+        """Valid bytes of all buffers."""
+        return sum(rows * width for rows, width in self.buffers)
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        if self.kind is Kind.COMPRESSED:
+            return self.nbytes + self.nbytes // 2 * 33 // 32
+        return 2 * self.nbytes
 
 
 # A layer's input in MXFP8 with its scales, its pre-activation, its routing weights, and so on.
@@ -49,16 +72,17 @@ WORKS = (
     Work("96 bytes", NARROW, ((131072, 96),)),
     Work("4 bytes", NARROW, ((131072, 4),)),
     Work("an expert layer", LARGE, (*EXPERT_LAYER, (4096, 768))),
-    Work("1536 bf16, spilled", SPILLED, ((131072, 3072),), True),
+    Work("1536 bf16, spilled", SPILLED, ((131072, 3072),), Kind.SPILLED),
+    Work("2048 bf16 to MXFP8", SQUEEZED, ((131072, 4096),), Kind.COMPRESSED),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StashRow(Row):
-    """A row, and what it moved: ``values`` valid rows, ``bytes_copied`` once read, once written."""
+    """A row, and what it moved: ``values`` valid rows, and bytes read and written."""
 
     device: str
-    bytes_copied: int
+    bytes_moved: int
 
     @property
     def share(self) -> float:
@@ -68,21 +92,28 @@ class StashRow(Row):
     @property
     def gigabytes_per_s(self) -> float:
         """Bytes read and written in a second."""
-        return 2 * self.bytes_copied / self.pair.ours_us / 1000
+        return self.bytes_moved / self.pair.ours_us / 1000
 
 
 class Pages:
     """A pool with room for two launches of a work, as the one before a capture stays there."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
+        self.kind = work.kind
         self.sources = [_random(2 * rows * width, device) for rows, width in work.buffers]
+        if work.kind is Kind.COMPRESSED:
+            self.sources = [torch.randn_like(x.view(torch.bfloat16)) for x in self.sources]
         self.restored = [torch.empty_like(source) for source in self.sources]
         self.rows = [torch.tensor([rows], device=device) for rows, _ in work.buffers]
-        self.widths = [width for _, width in work.buffers]
-        self.lengths = [rows * width for rows, width in work.buffers]
-        pages = 2 * sum(-(-length // PAGE_BYTES) for length in self.lengths)
-        slots = sum(-(-source.numel() // PAGE_BYTES) for source in self.sources)
-        count = (0, pages) if work.spilled else (pages, 0)
+        item = self.sources[0].itemsize
+        self.widths = [width // item for _, width in work.buffers]
+        self.lengths = [rows * width // item for rows, width in work.buffers]
+        payload = PAGE_BYTES
+        if work.kind is Kind.COMPRESSED:
+            payload = kernels.mx_page_values(PAGE_BYTES)
+        pages = 2 * sum(-(-length // payload) for length in self.lengths)
+        slots = sum(-(-source.numel() // payload) for source in self.sources)
+        count = (0, pages) if work.kind is Kind.SPILLED else (pages, 0)
         pinned = device.type == "cuda"
         self.device_pages = torch.empty(count[0] * PAGE_BYTES, dtype=torch.uint8, device=device)
         self.host_pages = torch.empty(
@@ -95,7 +126,9 @@ class Pages:
 
     def stash(self) -> None:
         """Copy the valid rows into pages."""
-        kernels.stash_pages(
+        compressed = self.kind is Kind.COMPRESSED
+        stash = kernels.stash_mx_pages if compressed else kernels.stash_pages
+        stash(
             self.sources,
             self.rows,
             self.widths,
@@ -111,7 +144,9 @@ class Pages:
 
     def restore(self) -> None:
         """Copy them back."""
-        kernels.restore_pages(
+        compressed = self.kind is Kind.COMPRESSED
+        restore = kernels.restore_mx_pages if compressed else kernels.restore_pages
+        restore(
             self.restored,
             range(len(self.restored)),
             self.table,
@@ -139,7 +174,10 @@ class Pages:
         self.restore()
         self.release()
         for source, restored, length in zip(self.sources, self.restored, self.lengths, strict=True):
-            if not torch.equal(source[:length], restored[:length]):
+            wanted = source[:length]
+            if self.kind is Kind.COMPRESSED:
+                wanted = MXFP8.quantize(wanted.view(-1, 32)).dequantize().view(-1)
+            if not torch.equal(wanted, restored[:length]):
                 raise RuntimeError(f"{what}: the bytes that came back differ; nothing is timed")
 
 
@@ -170,9 +208,9 @@ def measure(repeats: int) -> list[StashRow]:
 
 def _copies(work: Work, pages: Pages) -> tuple[Callable[[], object], Callable[[], object]]:
     """The yardsticks: as many bytes from the device to itself, or to the host and back."""
-    count = sum(pages.lengths)
+    count = work.moved // 2 // 16 * 16
     source = _random(count, pages.table.device)
-    if work.spilled:
+    if work.kind is Kind.SPILLED:
         target = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     else:
         target = torch.empty_like(source)
@@ -190,7 +228,7 @@ def _row(what: str, work: Work, pair: Pair, device: torch.device) -> StashRow:
         target=work.target,
         pair=pair,
         device=device_name(device),
-        bytes_copied=sum(rows * width for rows, width in work.buffers),
+        bytes_moved=work.moved,
     )
 
 

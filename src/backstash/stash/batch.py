@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash.errors import ModifiedError
+from backstash.errors import ConfigError, ModifiedError
 from backstash.stash.admission import Account
+from backstash.stash.packing import Packing
 from backstash.stash.pool import Buffer, Launch, PagePool
 from backstash.stash.region import Region, View
 from backstash.stash.streams import Event, Stream
@@ -54,11 +57,21 @@ class Restored:
     ahead: bool
 
 
+class Tail(enum.Enum):
+    """What lies behind the valid rows of a buffer that was copied back."""
+
+    #: Anything, NaN too.  Right for whoever never reads past the valid rows, as our layers.
+    UNSPECIFIED = "unspecified"
+    #: Zeros, at the price of writing them: for plain PyTorch, which computes with every row.
+    ZEROS = "zeros"
+
+
 class Batch:
     """The buffers of one launch, and what became of them.
 
     Attributes:
         number: Which batch of its round it is.
+        packing: How its buffers lie in pages.
         account: The pages reserved for it, None where nobody watches.
         worst: Pages that it fills if every row is valid.
         originals: By slot; empty once the copies are done.
@@ -67,13 +80,21 @@ class Batch:
         offers: How many tensors had been offered when it was launched.
     """
 
-    def __init__(self, pool: PagePool, number: int, account: Account | None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        number: int,
+        account: Account | None,
+        packing: Packing = Packing.BYTES,
+    ) -> None:
         self.pool = pool
         self.number = number
+        self.packing = packing
         self.account = account
         self.state = BatchState.OPEN
         self.originals: list[Original] = []
         self.nbytes: list[int] = []
+        self.dtypes: list[torch.dtype] = []
         self.shared: set[int] = set()
         self.changed = False
         self.launch: Launch | None = None
@@ -85,10 +106,11 @@ class Batch:
         """Take the bytes of ``tensor`` into the batch, before it is launched."""
         width = region.row_bytes if rows is not None else region.place.nbytes
         valid = self.pool.one_row if rows is None else rows.reshape(1)
-        buffer = Buffer(region.buffer, valid, width)
+        buffer = Buffer(region.buffer, valid, width, region.view.dtype)
         # Detached it has the same version and no graph: a node may save its own output.
         self.originals.append(Original(buffer, tensor.detach(), region.version))
         self.nbytes.append(region.place.nbytes)
+        self.dtypes.append(region.view.dtype)
         return Kept(self, len(self.nbytes) - 1, region.storage)
 
     @property
@@ -99,7 +121,7 @@ class Batch:
     def send(self, *, offers: int) -> None:
         """Copy the originals into pages, inside the pool's turn."""
         buffers = [original.buffer for original in self.originals]
-        self.launch = self.pool.stash(buffers, self.account, self.number)
+        self.launch = self.pool.stash(buffers, self.account, self.number, self.packing)
         self.state = BatchState.COPYING
         self.stream = self.pool.streams.here()
         self.offers = offers
@@ -125,6 +147,23 @@ class Batch:
                 "change a clone instead"
             )
         return self.originals[slot].buffer.data if self.originals else None
+
+    def copy_back(self, slots: Sequence[int], *, tail: Tail, ahead: bool) -> Restored:
+        """New buffers with the bytes of some slots, inside the pool's turn.
+
+        Raises:
+            ConfigError: The batch has not been sent.
+        """
+        if self.launch is None:
+            raise ConfigError("a batch that was never sent cannot be copied back; send it first")
+        new = torch.empty if tail is Tail.UNSPECIFIED else torch.zeros
+        by_slot = {
+            slot: new(self.nbytes[slot], dtype=torch.uint8, device=self.pool.device)
+            for slot in slots
+        }
+        operands = [self.packing.operand(by_slot[slot], self.dtypes[slot]) for slot in slots]
+        event = self.pool.restore(self.launch, operands, slots)
+        return Restored(by_slot, event, self.pool.streams.here(), ahead)
 
     def __del__(self) -> None:
         if sys.is_finalizing():

@@ -14,7 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from backstash.errors import ConfigError, DeviceError
 from backstash.kernels import PoolState
 from backstash.stash.admission import Account, Policy
 from backstash.stash.memory import Memory
+from backstash.stash.packing import Packing
 from backstash.stash.sizing import Sizing
 from backstash.stash.streams import Event, streams_of
 
@@ -39,6 +40,7 @@ class Buffer(NamedTuple):
     data: Tensor
     rows: Tensor
     row_bytes: int
+    dtype: torch.dtype = torch.uint8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +50,7 @@ class Launch:
     Attributes:
         table: Where their bytes went.
         buffers: How many there are.
+        packing: How they lie in pages.
         account: What the ledger counts for them; None where nobody watches.
         done: Behind the copy.
         captured: Was it recorded into a CUDA graph?
@@ -57,6 +60,7 @@ class Launch:
 
     table: Tensor
     buffers: int
+    packing: Packing
     account: Account | None
     done: Event
     captured: bool
@@ -109,7 +113,8 @@ class PagePool:
         self._asked: Event | None = None
         self._lock = threading.Lock()
         self._dropped: collections.deque[Launch | Account] = collections.deque()
-        self._one = torch.ones(1, dtype=torch.int32, device=self.device)
+        #: The valid length of a buffer that is one row, and valid as a whole.
+        self.one_row = torch.ones(1, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self._answer = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
         self._read = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
@@ -147,11 +152,6 @@ class PagePool:
         """Pages in host memory."""
         return self.memory.host_pages.numel() // self.page_bytes
 
-    @property
-    def one_row(self) -> Tensor:
-        """The valid length of a buffer that is one row, and valid as a whole."""
-        return self._one
-
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Use the pool alone; what was dropped meanwhile is given back before and after."""
@@ -168,9 +168,11 @@ class PagePool:
             finally:
                 self._lock.release()
 
-    def pages_of(self, sizes: Sequence[int]) -> int:
-        """Pages that buffers of so many bytes fill if every row is valid."""
-        return sum(-(-nbytes // self.page_bytes) for nbytes in sizes)
+    def pages_of(
+        self, buffers: Iterable[tuple[int, torch.dtype]], packing: Packing = Packing.BYTES
+    ) -> int:
+        """Pages that buffers of so many bytes and such a dtype fill if every row is valid."""
+        return sum(-(-nbytes // packing.payload(d, self.page_bytes)) for nbytes, d in buffers)
 
     def admit(self, worst: int, policy: Policy) -> tuple[Account | None, int]:
         """Reserve ``worst`` pages, inside :meth:`turn`; None if there may be no room.
@@ -188,23 +190,25 @@ class PagePool:
             fits = ledger.room(worst, spilling=True)
         return ledger.open(worst) if fits else None, waits
 
-    def stash(self, buffers: Sequence[Buffer], account: Account | None, number: int) -> Launch:
+    def stash(
+        self,
+        buffers: Sequence[Buffer],
+        account: Account | None,
+        number: int,
+        packing: Packing = Packing.BYTES,
+    ) -> Launch:
         """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``."""
         memory = self.memory
         captured = self.streams.is_capturing()
         self.is_fixed |= captured
         with self.streams.outward():
-            table = torch.empty(
-                kernels.table_length(
-                    len(buffers), self.pages_of([b.data.numel() for b in buffers])
-                ),
-                dtype=torch.int64,
-                device=self.device,
-            )
-            kernels.stash_pages(
-                [buffer.data for buffer in buffers],
+            slots = self.pages_of([(b.data.numel(), b.dtype) for b in buffers], packing)
+            length = kernels.table_length(len(buffers), slots)
+            table = torch.empty(length, dtype=torch.int64, device=self.device)
+            packing.stash(
+                [packing.operand(buffer.data, buffer.dtype) for buffer in buffers],
                 [buffer.rows for buffer in buffers],
-                [buffer.row_bytes for buffer in buffers],
+                [packing.width(buffer.row_bytes, buffer.dtype) for buffer in buffers],
                 table,
                 memory.device_pages,
                 memory.host_pages,
@@ -220,6 +224,7 @@ class PagePool:
         return Launch(
             table=table,
             buffers=len(buffers),
+            packing=packing,
             account=account,
             done=done,
             captured=captured,
@@ -230,10 +235,13 @@ class PagePool:
     def restore(
         self, launch: Launch, destinations: Sequence[Tensor], places: Sequence[int]
     ) -> Event:
-        """Copy buffers back, inside :meth:`turn`; they hold their values behind the event."""
+        """Copy buffers back, inside :meth:`turn`; they hold their values behind the event.
+
+        ``destinations`` are what the launch's packing calls operands.
+        """
         memory = launch.memory
         with self.streams.inward():
-            kernels.restore_pages(
+            launch.packing.restore(
                 destinations,
                 places,
                 launch.table,

@@ -20,15 +20,16 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from backstash.errors import ConfigError
+from backstash.formats import Format
 from backstash.kernels import MOST_BUFFERS, PoolState
 from backstash.saving import valid_rows
 from backstash.stash.admission import Account, Policy
-from backstash.stash.batch import Batch, BatchState, Kept, Restored, Saved
+from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
 from backstash.stash.foresight import Foresight
+from backstash.stash.packing import Packing, check_compression
 from backstash.stash.pool import PagePool
 from backstash.stash.region import Place, Region, region_of
 from backstash.stash.statistics import Statistics
@@ -45,15 +46,6 @@ class Take(enum.Enum):
     MARKED = "marked"
     #: All that are larger than a page; what is not marked is taken whole.
     ALL = "all"
-
-
-class Tail(enum.Enum):
-    """What lies behind the valid rows of a buffer that was copied back."""
-
-    #: Anything, NaN too.  Right for whoever never reads past the valid rows, as our layers.
-    UNSPECIFIED = "unspecified"
-    #: Zeros, at the price of writing them: for plain PyTorch, which computes with every row.
-    ZEROS = "zeros"
 
 
 class _Expected(threading.local):
@@ -76,11 +68,14 @@ class Stash:
         policy: What becomes of a value for which there may be no room.
         take: Which saved tensors are taken.
         tail: What lies behind the valid rows of what backward gets.
+        compress: ``MXFP8`` to quantize bfloat16, float16 and float32 values on their way into
+            the pages, in blocks of 32 neighbours.  Lossy, so gradients are no longer those of a
+            run without the stash; a quarter to a half of the bytes.
         ahead: How many batches are copied back before they are asked for, each at the price
             of its buffers at full capacity.
 
     Raises:
-        ConfigError: ``ahead`` is negative.
+        ConfigError: ``ahead`` is negative, or values cannot be compressed like that.
     """
 
     def __init__(
@@ -90,17 +85,20 @@ class Stash:
         policy: Policy = Policy.SPILL,
         take: Take = Take.MARKED,
         tail: Tail = Tail.UNSPECIFIED,
+        compress: Format | None = None,
         ahead: int = 1,
     ) -> None:
         if ahead < 0:
             raise ConfigError(f"ahead is a number of batches, 0 or more, got {ahead}")
+        check_compression(compress, pool.page_bytes)
         self.pool = pool
+        self.compress = compress
         self.policy = policy
         self.take = take
         self.tail = tail
         self.ahead = ahead
         self._expected = _Expected()
-        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None], Kept]
+        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None, Packing], Kept]
         self._kept = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._copying: list[weakref.ref[Batch]] = []
@@ -134,6 +132,13 @@ class Stash:
                     expected.places += [region.place for region in part]
                     expected.batches += [batch] * len(part)
 
+    def _launches(self, regions: Sequence[Region]) -> Iterator[Sequence[Region]]:
+        """Regions that go together: one launch packs all of its buffers alike."""
+        for packing in Packing:
+            alike = [r for r in regions if Packing.of(r.view.dtype, self.compress) is packing]
+            for i in range(0, len(alike), MOST_BUFFERS):
+                yield alike[i : i + MOST_BUFFERS]
+
     def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
         self._offers += 1
@@ -156,8 +161,11 @@ class Stash:
             return None
         return region
 
+    def _key(self, region: Region) -> tuple[Place, int | None, Packing]:
+        return region.place, region.version, Packing.of(region.view.dtype, self.compress)
+
     def _known(self, region: Region) -> Kept | None:
-        kept = self._kept.get((region.place, region.version))
+        kept = self._kept.get(self._key(region))
         return None if kept is None or kept.storage.expired() else kept
 
     def _take(self, region: Region, tensor: Tensor, rows: Tensor | None) -> Saved | None:
@@ -181,7 +189,7 @@ class Stash:
                 return None
             kept = batch.add(region, rows, tensor)
             self._send(batch)
-        self._kept[region.place, region.version] = kept
+        self._kept[self._key(region)] = kept
         return Saved(kept, region.view)
 
     def _admit(self, regions: Sequence[Region]) -> Batch | None:
@@ -191,8 +199,11 @@ class Stash:
             self._number = 0
             self.pool.adapt()
         account: Account | None = None
+        packing = Packing.of(regions[0].view.dtype, self.compress)
         if not self.is_unattended:
-            worst = self.pool.pages_of([region.place.nbytes for region in regions])
+            worst = self.pool.pages_of(
+                [(region.place.nbytes, region.view.dtype) for region in regions], packing
+            )
             account, waits = self.pool.admit(worst, self.policy)
             self._counts["waits"] += waits
             if account is None:
@@ -200,7 +211,7 @@ class Stash:
                 self._counts["bytes_kept"] += sum(region.place.nbytes for region in regions)
                 self.pool.note_kept(worst)
                 return None
-        batch = Batch(self.pool, self._number, account)
+        batch = Batch(self.pool, self._number, account, packing)
         self._live[self._number] = batch
         self._number += 1
         return batch
@@ -240,7 +251,10 @@ class Stash:
         kept, view = handle
         batch = kept.batch
         with self.pool.turn():
-            self._land(0, but=batch)
+            # Compressed values come from the pages even where the originals are still there, so
+            # that what backward sees does not depend on when it asks.
+            exact = batch.packing is Packing.BYTES
+            self._land(0, but=batch if exact else None)
             buffer = batch.original(kept.slot)
             if buffer is None:
                 buffer = self._restored(batch, kept.slot)
@@ -255,10 +269,8 @@ class Stash:
         if restored is None or slot not in restored.by_slot:
             self._count_demand(batch)
             alone = slot in batch.shared
-            slots = (
-                [slot] if alone else [i for i in range(len(batch.nbytes)) if i not in batch.shared]
-            )
-            fresh = self._copy_back(batch, slots, ahead=False)
+            slots = [slot] if alone else batch.unshared
+            fresh = batch.copy_back(slots, tail=self.tail, ahead=False)
             if alone:
                 # Others of the batch may be waiting to be asked for.
                 self.pool.streams.wait(fresh.event, self.pool.streams.here())
@@ -278,17 +290,6 @@ class Stash:
         if any(b.restored is not None and b.restored.ahead for b in others if b is not batch):
             self._counts["surprises"] += 1
 
-    def _copy_back(self, batch: Batch, slots: Sequence[int], *, ahead: bool) -> Restored:
-        if batch.launch is None:
-            raise ConfigError("a batch that was never stashed cannot be copied back")
-        new = torch.empty if self.tail is Tail.UNSPECIFIED else torch.zeros
-        buffers = [
-            new(batch.nbytes[slot], dtype=torch.uint8, device=self.pool.device) for slot in slots
-        ]
-        event = self.pool.restore(batch.launch, buffers, slots)
-        by_slot = dict(zip(slots, buffers, strict=True))
-        return Restored(by_slot, event, self.pool.streams.here(), ahead)
-
     def _look_ahead(self, number: int) -> None:
         """Copy those back that are expected after ``number``, while its backward runs."""
         for _ in range(self.ahead):
@@ -298,7 +299,7 @@ class Stash:
                 return
             waits = batch.restored is not None and batch.restored.by_slot
             if batch.unshared and not waits:
-                batch.restored = self._copy_back(batch, batch.unshared, ahead=True)
+                batch.restored = batch.copy_back(batch.unshared, tail=self.tail, ahead=True)
 
     # --- outside ----------------------------------------------------------------------------
 
