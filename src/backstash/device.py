@@ -123,7 +123,7 @@ def describe() -> str:
         "launch": f"rank {launch.rank} of {launch.world_size}",
         "triton": "usable" if has_triton() else "not usable here",
         "units": units,
-        "kernels": "PyTorch",
+        "kernels": "Triton (NVFP4: PyTorch)" if has_triton() else "PyTorch",
         "formats": "quantized, dequantized, then multiplied in the layer's dtype: the values of "
         "each format, without the speed of a matrix unit",
     }

@@ -31,6 +31,7 @@ SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
 GROUPS = 128
 REFERENCES = (reference, float8_block, float8_rowwise)
 ONE_USAGE, BOTH_USAGES = 0.85, 0.75
+APART = 37 * 4096 + 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,7 @@ def measure(repeats: int) -> list[CastRow]:
             given = flat(work.run())
             check_outputs(work.what, given, flat(work.wanted()))
             moved = sum(x.nbytes for x in work.reads) * work.passes + sum(y.nbytes for y in given)
-            # A copy of an odd number of bytes is slower than it need be.
-            half = moved // 1024 * 512
-            source = torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda")
-            target = torch.empty_like(source)
+            source, target = copied(moved)
             pair = time_gpu_pair(work.run, lambda t=target, s=source: t.copy_(s), repeats)
             rows.append(
                 CastRow(
@@ -143,6 +141,17 @@ def casts(M: int, K: int) -> Iterator[Work]:
     yield Work("values of mxfp8 rows", ONE_USAGE, *back, rows)
     back = both("dequantize_mx_columns", *columns, x.dtype, ends)
     yield Work("values of mxfp8 columns, groups", ONE_USAGE, *back, columns)
+
+
+def copied(moved: int) -> tuple[Tensor, Tensor]:
+    """Two buffers between which a copy moves ``moved`` bytes, at its full speed.
+
+    The bytes are whole blocks of 512, and the buffers do not lie a multiple of a large power
+    of two apart, where each read would wait for a write to the same part of the memory.
+    """
+    half = moved // 1024 * 512
+    both = torch.randint(0, 255, (2 * half + APART,), dtype=torch.uint8, device="cuda")
+    return both[:half], both[half + APART :]
 
 
 def flat(outputs: Any) -> list[Tensor]:
