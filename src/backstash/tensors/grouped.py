@@ -121,6 +121,38 @@ class GroupedTensor:
         """Rows of each group, int32, on the device."""
         return self.ends_G.diff(prepend=self.ends_G.new_zeros(1))
 
+    def members(self) -> list[Tensor]:
+        """The groups as tensors of their own, which share the memory of this one.
+
+        Each is what quantizing the group's rows alone would give.  Shapes are needed on the
+        host, so on a GPU this waits for the ends.
+        """
+        ends = self.ends_G.tolist()
+        data = self.data
+        if not isinstance(data, QuantizedTensor):
+            return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        format, buffers = data.format, data.buffers
+        cuts = {name: self._cuts(data, name) for name in buffers}
+        return [
+            QuantizedTensor(
+                {name: buffers[name][cuts[name][g] : cuts[name][g + 1]] for name in buffers},
+                format=format,
+                usage=data.usage,
+                shape=torch.Size((end - start, self.shape[1])),
+                dtype=data.dtype,
+            )
+            for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
+
+    def _cuts(self, data: QuantizedTensor, buffer: str) -> list[int]:
+        """Where in a buffer each group ends, after where the first begins."""
+        if data.format.valid_rows(buffer, self.ends_G, self.capacity) is None:
+            return list(range(self.num_groups + 1))  # a row for each group
+        # What all groups up to one have is a prefix: its end is the valid length of those alone.
+        firsts = (self.ends_G[: group + 1] for group in range(self.num_groups))
+        valid = [data.format.valid_rows(buffer, ends_G, self.capacity) for ends_G in firsts]
+        return [0, *torch.cat([rows for rows in valid if rows is not None]).tolist()]
+
     def dequantize(self) -> GroupedTensor:
         """The same groups with plain values."""
         if not isinstance(self.data, QuantizedTensor):
