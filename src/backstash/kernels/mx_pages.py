@@ -222,18 +222,9 @@ def _stash(
         parts_before += parts
         bytes_stashed += count * ITEM_BYTES[i]
         first += tl.cdiv(count, PAGE_BLOCKS * 32)
-    commit(
-        p_state,
-        p_table,
-        p_receipt,
-        (device_size, host_size),
-        (head_device, head_host),
-        (free_device, free_host),
-        total,
-        bytes_stashed,
-        number,
-        programs,
-    )
+    sizes, heads = (device_size, host_size), (head_device, head_host)
+    free = (free_device, free_host)
+    commit(p_state, p_table, p_receipt, sizes, heads, free, total, bytes_stashed, number, programs)
 
 
 @triton.jit(do_not_specialize=["device_size", "programs"])

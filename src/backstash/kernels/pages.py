@@ -29,10 +29,9 @@ from backstash.errors import LayoutError
 from backstash.kernels.reference import pages as reference
 from backstash.kernels.reference.pages import MOST_BUFFERS, PoolState
 
-BLOCK_BYTES = 16384
+MOST_BLOCK_BYTES, LEAST_BLOCK_BYTES = 16384, 4096
 NUM_WARPS = 8
 PROGRAMS_PER_PROCESSOR = 8
-_WORD = 4
 _VECTOR = 16
 
 HEADER = tl.constexpr(reference.TABLE_HEADER)
@@ -71,7 +70,7 @@ def stash_pages(
 ) -> None:
     """Copy the valid prefix of each source into pages, in one launch of at most 8 buffers."""
     check_count(len(sources))
-    block = min(page_bytes, BLOCK_BYTES)
+    block = _block_bytes(sources, page_bytes)
     bound = sum(triton.cdiv(source.numel(), block) for source in sources)
     programs = program_count(bound, free_N.device)
     _stash[(programs,)](
@@ -110,7 +109,7 @@ def restore_pages(
 ) -> None:
     """Copy the valid prefix of some buffers of a launch back, in one launch."""
     check_count(len(destinations))
-    block = min(page_bytes, BLOCK_BYTES)
+    block = _block_bytes(destinations, page_bytes)
     bound = sum(triton.cdiv(destination.numel(), block) for destination in destinations)
     programs = program_count(bound, table.device)
     _restore[(programs,)](
@@ -153,6 +152,16 @@ def check_count(count: int) -> None:
 def _in_words(buffers: Sequence[Tensor]) -> bool:
     """Are all addresses fit for vectors?  Pages are: a page is a power of two from 16 up."""
     return all(buffer.data_ptr() % _VECTOR == 0 for buffer in buffers)
+
+
+def _block_bytes(buffers: Sequence[Tensor], page_bytes: int) -> int:
+    """What a program moves at once: less where there would not be enough for every program."""
+    total = sum(buffer.numel() for buffer in buffers)
+    wanted = 4 * _processors(buffers[0].device) * PROGRAMS_PER_PROCESSOR
+    block = MOST_BLOCK_BYTES
+    while block > LEAST_BLOCK_BYTES and total // block < wanted:
+        block //= 2
+    return min(page_bytes, block)
 
 
 def program_count(blocks: int, device: torch.device) -> int:
@@ -262,18 +271,9 @@ def _stash(
         bytes_stashed += length
         first += tl.cdiv(length, PAGE)
 
-    commit(
-        p_state,
-        p_table,
-        p_receipt,
-        (device_size, host_size),
-        (head_device, head_host),
-        (free_device, free_host),
-        total,
-        bytes_stashed,
-        number,
-        programs,
-    )
+    sizes, heads = (device_size, host_size), (head_device, head_host)
+    free = (free_device, free_host)
+    commit(p_state, p_table, p_receipt, sizes, heads, free, total, bytes_stashed, number, programs)
 
 
 @triton.jit

@@ -164,7 +164,11 @@ class CapturedStep:
         self._drop_gradients()
         # From here on the addresses of the pool are in a graph.
         self.stash.pool.is_fixed = True
-        self._outputs = self._recorder.record(self._closed_step)
+        try:
+            self._outputs = self._recorder.record(self._closed_step)
+        except BaseException:
+            self.stash.pool.abandon_capture()
+            raise
         self._gradients = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, kept, strict=True):
             parameter.grad = gradient

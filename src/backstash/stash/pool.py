@@ -240,7 +240,7 @@ class PagePool:
         ``destinations`` are what the launch's packing calls operands.
         """
         memory = launch.memory
-        with self.streams.inward():
+        with self.streams.inward([launch.done]):
             launch.packing.restore(
                 destinations,
                 places,
@@ -259,6 +259,13 @@ class PagePool:
         """Give pages back, or the reservation of what was never stashed; from any thread."""
         self._dropped.append(held)
         self.settle()
+
+    def abandon_capture(self) -> None:
+        """Forget what was recorded into a graph that will never run: it has taken no page."""
+        with self._lock:
+            kept = [held for held in self._dropped if not _is_captured(held)]
+            self._dropped = collections.deque(kept)
+        self.is_fixed = False
 
     def counters(self) -> dict[PoolState, int]:
         """The counters on the device, by one read for which the host waits."""

@@ -35,8 +35,8 @@ class Streams(abc.ABC):
         """Launch copies into pages, behind what computes now and ``after``."""
 
     @abc.abstractmethod
-    def inward(self) -> contextlib.AbstractContextManager[None]:
-        """Launch copies out of pages, behind what computes now."""
+    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        """Launch copies out of pages, behind what computes now and ``after``."""
 
     @abc.abstractmethod
     def event(self) -> Event:
@@ -75,7 +75,7 @@ class OneLane(Streams):
     def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def inward(self) -> contextlib.AbstractContextManager[None]:
+    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def event(self) -> Event:
@@ -102,8 +102,9 @@ class SideLanes(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
+        # Blocks of a copy go before those of a matmul that would fill the device for long.
+        self._out = torch.cuda.Stream(device, priority=-1)
+        self._in = torch.cuda.Stream(device, priority=-1)
 
     def is_capturing(self) -> bool:
         with torch.cuda.device(self.device):
@@ -112,18 +113,18 @@ class SideLanes(Streams):
     def here(self) -> Stream:
         return torch.cuda.current_stream(self.device)
 
-    @contextlib.contextmanager
-    def outward(self, after: Sequence[Event] = ()) -> Iterator[None]:
-        for event in after:
-            self._out.wait_event(event)
-        self._out.wait_stream(self.here())
-        with torch.cuda.device(self.device), torch.cuda.stream(self._out):
-            yield
+    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        return self._on(self._out, after)
+
+    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        return self._on(self._in, after)
 
     @contextlib.contextmanager
-    def inward(self) -> Iterator[None]:
-        self._in.wait_stream(self.here())
-        with torch.cuda.device(self.device), torch.cuda.stream(self._in):
+    def _on(self, lane: torch.cuda.Stream, after: Sequence[Event]) -> Iterator[None]:
+        lane.wait_stream(self.here())
+        for event in after:
+            lane.wait_event(event)
+        with torch.cuda.device(self.device), torch.cuda.stream(lane):
             yield
 
     def event(self) -> Event:
