@@ -98,9 +98,10 @@ def quantize_mx_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
     A last block that is not full uses the values that exist.
     """
-    exponent_MC = _mx_exponent(magnitude(cut_columns(x_MK, MX_BLOCK)).amax(-1))
-    column_K = column_blocks(x_MK.shape[1], MX_BLOCK, x_MK.device)
-    return _mx_codes(x_MK, _mx_multiplier(exponent_MC)[:, column_K]), exponent_MC
+    x_MCB = cut_columns(x_MK.float(), MX_BLOCK)
+    exponent_MC = _mx_exponent(magnitude(x_MCB).amax(-1))
+    codes = _mx_codes(x_MCB, _mx_multiplier(exponent_MC)[..., None])
+    return codes.flatten(1)[:, : x_MK.shape[1]].contiguous(), exponent_MC
 
 
 def dequantize_mx_rows(codes_MK: Tensor, exponent_MC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,7 +117,11 @@ def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Ten
     bound that the host knows; otherwise S is ``ceil(M/32)``.  Exponents of blocks that no
     group uses are zero; codes of rows past the last group are unspecified.
     """
-    exponent_SK = _mx_exponent(magnitude(cut_rows(x_MK, MX_BLOCK, ends_G)).amax(1))
+    x_SBK = cut_rows(x_MK, MX_BLOCK, ends_G)
+    exponent_SK = _mx_exponent(magnitude(x_SBK).amax(1))
+    if ends_G is None:
+        codes = _mx_codes(x_SBK, _mx_multiplier(exponent_SK)[:, None])
+        return codes.flatten(0, 1)[: len(x_MK)], exponent_SK
     row_M, _ = row_places(ends_G, len(x_MK), MX_BLOCK, x_MK.device)
     return _mx_codes(x_MK, _mx_multiplier(exponent_SK)[row_M]), exponent_SK
 
@@ -169,8 +174,8 @@ def _per_tile(factor_SC: Tensor, like_MK: Tensor, ends_G: Tensor | None) -> Tens
     return factor_SC[row_M[:, None], column_K]
 
 
-def _mx_codes(x_MK: Tensor, multiplier_MK: Tensor) -> Tensor:
-    return saturating_codes(x_MK.float() * multiplier_MK, torch.float8_e4m3fn)
+def _mx_codes(x: Tensor, multiplier: Tensor) -> Tensor:
+    return saturating_codes(x.float() * multiplier, torch.float8_e4m3fn)
 
 
 def _mx_values(
