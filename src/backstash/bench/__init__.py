@@ -14,7 +14,7 @@ from types import ModuleType
 
 import tyro
 
-from backstash.bench import cast, grouped_mm, moe, saving, stash
+from backstash.bench import cast, grouped_mm, moe, saving, stash, stash_step
 from backstash.bench.record import append_rows
 from backstash.errors import ConfigError
 
@@ -25,6 +25,7 @@ CASES: Mapping[str, ModuleType] = {
     "moe": moe,
     "saving": saving,
     "stash": stash,
+    "stash_step": stash_step,
 }
 MOST_REPEATS = 10_000
 

@@ -1,0 +1,50 @@
+"""The benchmark of a step compares gradients before it times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backstash.bench import stash_step
+from backstash.bench.workloads import IMBALANCES
+from backstash.stash import PagePool, Stash
+
+CPU = torch.device("cpu")
+SHAPE = stash_step.SHAPES["cpu"]
+
+
+@pytest.mark.parametrize("factor", stash_step.FACTORS)
+@pytest.mark.parametrize("imbalance", IMBALANCES)
+def test_every_imbalance_gives_the_same_gradients(imbalance: str, factor: float) -> None:
+    step = stash_step.Step(SHAPE, factor, imbalance, CPU)
+    stash = Stash(PagePool(1 << 24, device=CPU, page_bytes=256))
+    stash_step.check_gradients(imbalance, step.run(stash), step.run(None))
+    assert stash.stats().batches == SHAPE.layers
+    assert stash.is_idle
+
+
+@pytest.mark.usefixtures("one_case")
+def test_a_run_says_what_was_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = stash_step.measure(2)
+    assert row.values == SHAPE.layers
+    assert row.expected_saving_bytes > 0
+    assert "overflows 0" in row.stash
+    stash_step.show([row])
+    printed = capsys.readouterr().out
+    header = next(line for line in printed.splitlines() if "quartiles" in line)
+    assert header.index("ratio") < header.index("quartiles")
+
+
+@pytest.fixture
+def one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backstash.bench.timing.BATCH_S", 1e-6)
+    monkeypatch.setattr(stash_step, "FACTORS", (4.0,))
+    monkeypatch.setattr(stash_step, "IMBALANCES", {"balanced": IMBALANCES["balanced"]})
+    monkeypatch.setattr(stash_step, "default_device", lambda: CPU)
+
+
+def test_gradients_that_differ_in_a_bit_are_not_timed() -> None:
+    with pytest.raises(RuntimeError, match="nothing is timed"):
+        stash_step.check_gradients("a step", [torch.zeros(2)], [torch.ones(2)])
+    with pytest.raises(RuntimeError, match="nothing is timed"):
+        stash_step.check_gradients("a step", [torch.zeros(2)], [])
