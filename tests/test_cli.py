@@ -139,6 +139,7 @@ WRONG = {
     "value of another type": (["train", "--steps", "many"], "many"),
     "unknown recipe": (["train", "--recipe", "mxfp9"], "mxfp9"),
     "preset and resume": (["train", "--preset", "tiny", "--resume", "run"], "run"),
+    "no such GPU": (["train", "--device", "cuda:99"], "--device auto"),
     "no data": (["train", "--data", "missing"], "--data"),
     "options of check": (["check", "--fast"], "takes no options"),
     "wrong temperature": (["generate", "--temperature", "-1"], "temperature"),

@@ -40,6 +40,17 @@ def test_a_fresh_start_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("text", [None, "{", "[1]", '{"mine": 1}'])
+def test_a_fresh_start_deletes_nothing_that_no_run_wrote(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / "index.html").write_text("mine")
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"index\.html.*nothing in it is deleted"):
+        RunFolder(tmp_path).prepare("fresh")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_resume_keeps_the_run(tmp_path: Path) -> None:
     folder = used_folder(tmp_path)
     folder.prepare("resume")
@@ -69,6 +80,19 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | Non
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
         RunFolder(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"steps": "x"}', '{"model": 3}', '{"colour": 1}', "null"])
+def test_a_config_that_is_none_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not the config of a run"):
+        RunFolder(tmp_path).read_config()
+
+
+def test_json_that_cannot_be_written_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not be written.*make room"):
+        write_json(tmp_path / "file" / "x.json", {})
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:

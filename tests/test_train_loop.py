@@ -187,6 +187,18 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
         trainer(config).restore(checkpoint)
 
 
+@pytest.mark.parametrize("damage", ["cpu is missing", "batches are missing", "cpu is short"])
+def test_a_checkpoint_without_its_random_state_is_refused(tmp_path: Path, damage: str) -> None:
+    config = small_run(tmp_path)
+    checkpoint = trainer(config).checkpoint()
+    name, tensors = f"random.{damage.split()[0]}", dict(checkpoint.tensors)
+    state = tensors.pop(name)
+    if "short" in damage:
+        tensors[name] = state[:-1]
+    with pytest.raises(CheckpointError, match=f"random state that fits {damage.split()[0]}"):
+        trainer(config).restore(dataclasses.replace(checkpoint, tensors=tensors))
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     checkpoint = trainer(small_run(tmp_path)).checkpoint()
     other = trainer(small_run(tmp_path, model=small_model(hidden=32))).model

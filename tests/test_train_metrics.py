@@ -84,6 +84,30 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
         read_metrics(path)
 
 
+@pytest.mark.parametrize("tail", ["", '{"step": 3, "lo', "\udc80\udcff"], ids=repr)
+def test_a_last_line_that_was_cut_short_is_no_record(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + tail, errors="surrogateescape")
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+def test_a_log_that_cannot_be_read_or_written_is_an_error_with_the_remedy(log_path: Path) -> None:
+    log_path.mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        write(log_path, [1], last_step=1)
+    with pytest.raises(CheckpointError, match=r"could not be written.*make room"):
+        write(log_path, [1])
+
+
+def test_a_full_disk_is_named_when_a_record_is_written(log_path: Path) -> None:
+    log = MetricsLog(log_path, log_path.parent / "tensorboard", last_step=0)
+    log._file.close()
+    log._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl could not be written.*No space"):
+        log.write({"step": 1})
+    log.close()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_gets_the_same_records(tmp_path: Path) -> None:

@@ -175,6 +175,14 @@ def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
     assert [r["step"] for r in longer.records] == list(range(7))
 
 
+def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path: Path) -> None:
+    config = small_run(tmp_path)
+    before = run(config).folder.config.read_text()
+    with pytest.raises(ConfigError, match="steps has to be at least 4, which the run has finished"):
+        run(dataclasses.replace(resumed(config), steps=3))
+    assert (config.run / "config.json").read_text() == before
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused_with_the_size(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", ["?", *(f"w{i}" for i in range(20))])
     config = small_run(tmp_path, tokenizer=path, model=small_model(vocabulary=16))

@@ -132,6 +132,30 @@ def test_a_damaged_checkpoint_is_refused_with_the_remedy(tmp_path: Path, damage:
         read_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "-1"},
+        {"step": "1.5"},
+        {"step": "true"},
+        {"facts": "3"},
+        {"facts": "[]"},
+        {"facts": '{"config": 3}'},
+        {"checksums": "[]"},
+        {"checksums": "{"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_a_wrong_header_is_refused(tmp_path: Path, wrong: dict[str, str]) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(1), keep=1)
+    with state.safe_open(path, framework="pt") as file:
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state.save_file(tensors, path, metadata=header | wrong)
+    with pytest.raises(CheckpointError, match=r"damaged.*delete it"):
+        read_checkpoint(path)
+
+
 def test_a_safetensors_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     state.save_file({"weight": torch.ones(2)}, path)

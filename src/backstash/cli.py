@@ -3,8 +3,9 @@
 Options are the fields of the config dataclasses, read by ``tyro``; ``--help`` of a command
 shows them all.  A command is imported when it is asked for.
 
-A mistake in the options or the data ends with one message on standard error and status 2,
-anything that goes wrong later in a run with status 1, and Ctrl-C with 130.
+A mistake in the options or the data, or a GPU that is not there, ends with one message on
+standard error and status 2, anything that goes wrong later in a run with status 1, and Ctrl-C
+with 130.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import tyro
 
 from backstash import device
-from backstash.errors import BackstashError, ConfigError, DataError
+from backstash.errors import BackstashError, ConfigError, DataError, DeviceError
 from backstash.formats import Usage
 from backstash.recipes import recipe, recipe_names
 from backstash.train.config import TrainConfig
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[name](rest)
     except BackstashError as error:
         print(f"backstash {name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | DataError) else 1
+        return 2 if isinstance(error, ConfigError | DataError | DeviceError) else 1
     except KeyboardInterrupt:
         print(f"backstash {name}: interrupted", file=sys.stderr)
         return _INTERRUPTED

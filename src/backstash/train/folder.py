@@ -13,7 +13,6 @@ index.html          the same as a page
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from backstash.errors import CheckpointError, ConfigError
 
 from .config import Start, TrainConfig, config_from_json, config_to_json
-from .state import newest_checkpoint
+from .state import newest_checkpoint, replace_text
 
 
 class RunFolder:
@@ -40,7 +39,8 @@ class RunFolder:
         """Check that a run can start in this way, and change nothing.
 
         Raises:
-            ConfigError: ``"new"`` and there is a run in the folder already.
+            ConfigError: ``"new"`` and there is a run in the folder already, or ``"fresh"`` and
+                the files there are those of something else.
             CheckpointError: ``"resume"`` and there is no checkpoint to go on from.
         """
         if start == "resume":
@@ -51,6 +51,24 @@ class RunFolder:
                 f"go on with it (--resume {self.root}), delete it (--start fresh), or pass "
                 "another --run"
             )
+        if start == "fresh":
+            self._check_ours()
+
+    def _check_ours(self) -> None:
+        """Refuse to delete files that have the names of a run's but belong to something else."""
+        found = [path.name for path in self._files() if path.exists()]
+        if found and not self._is_run():
+            raise ConfigError(
+                f"{self.root} has {', '.join(found)} but no config.json of a run, so nothing in it "
+                "is deleted; pass another --run, or move them away"
+            )
+
+    def _is_run(self) -> bool:
+        try:
+            values = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(values, dict) and {"model", "optimizer", "recipe"} <= values.keys()
 
     def prepare(self, start: Start) -> None:
         """Make the folder, and delete the run in it if ``start`` is ``"fresh"``.
@@ -104,7 +122,13 @@ class RunFolder:
                 f"{self.config} cannot be read: {error}; pass the --run folder of an earlier "
                 "backstash train"
             ) from error
-        return config_from_json(values, TrainConfig)
+        try:
+            return config_from_json(values, TrainConfig)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{self.config} is not the config of a run: {error}; put it right, or pass the "
+                "--run folder of an earlier backstash train"
+            ) from error
 
     def _files(self) -> tuple[Path, ...]:
         return (
@@ -114,7 +138,9 @@ class RunFolder:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write ``value`` so that a reader sees either the old file or the new one, whole."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    """Write ``value`` so that a reader sees either the old file or the new one, whole.
+
+    Raises:
+        CheckpointError: the file cannot be written; the old one is untouched.
+    """
+    replace_text(path, json.dumps(value, indent=2) + "\n")

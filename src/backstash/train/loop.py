@@ -164,9 +164,18 @@ class Trainer:
                 f"{checkpoint.facts.get('fingerprint')}, now {self.corpus.fingerprint}); pass the "
                 "same --data and --tokenizer, or start again with --start fresh"
             )
+        random_state = checkpoint.part("random")
+        own = self._random_state().items()
+        wrong = [name for name, t in own if _differs(t, random_state.get(name))]
+        if wrong and wrong != ["cuda"]:
+            raise CheckpointError(
+                f"the checkpoint has no random state that fits {', '.join(wrong)}, so the run "
+                "could not go on bit for bit; resume with the version of torch it was started with, "
+                "or start again with --start fresh"
+            )
         load_weights(self.model, checkpoint)
         self._optimizer.set_state(checkpoint.part("optimizer"))
-        self._set_random_state(checkpoint.part("random"))
+        self._set_random_state(random_state)
         self.finished_steps = checkpoint.step
 
     @contextmanager
@@ -207,6 +216,10 @@ def make_model(config: TrainConfig) -> Decoder:
         save_original_input=not learns,
         loss_scale=1 / config.accumulate,
     )
+
+
+def _differs(own: Tensor, saved: Tensor | None) -> bool:
+    return saved is None or (saved.shape, saved.dtype) != (own.shape, own.dtype)
 
 
 def _check_finite(loss: Tensor, norm: Tensor, step: int) -> None:

@@ -10,10 +10,10 @@ before any.  ``held_out_loss`` is there only in steps that evaluated.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -24,6 +24,8 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from backstash.errors import CheckpointError
+
+from .state import not_written, replace_text
 
 Record = Mapping[str, float]
 
@@ -70,13 +72,19 @@ def peak_memory_bytes(device: torch.device) -> int:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return all records of a ``metrics.jsonl``; none if there is no such file.
 
+    A last line without an end was cut short when the run died, and is no record.
+
     Raises:
-        CheckpointError: a line is no JSON object with a step in it.
+        CheckpointError: the file cannot be read, or a line is no JSON object with a step in it.
     """
     records: list[dict[str, float]] = []
     if not path.exists():
         return records
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; move it away") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             if not isinstance(record["step"], int):
@@ -98,18 +106,27 @@ class MetricsLog:
 
         A run that stopped between two checkpoints has written records of steps that the
         resumed run takes again.
+
+        Raises:
+            CheckpointError: the file cannot be read or written.
         """
         kept = [r for r in read_metrics(path) if r["step"] <= last_step] if last_step else []
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(unfinished, path)
+        replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._board = _open_tensorboard(tensorboard, last_step)
 
     def write(self, record: Record) -> None:
-        """Append one record; it is in the file when this returns."""
-        self._file.write(json.dumps(dict(record)) + "\n")
-        self._file.flush()
+        """Append one record; it is in the file when this returns.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._file.write(json.dumps(dict(record)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise not_written(self._path, error) from error
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":
@@ -117,7 +134,9 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        # What could not be written was reported by write; closing tries it once more.
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -74,6 +74,11 @@ def train(config: TrainConfig, output: Output | None = None) -> Outcome:
     trainer = Trainer(config, corpus)
     if config.start == "resume":
         trainer.restore(read_checkpoint(folder.newest_checkpoint()))
+        if trainer.finished_steps > config.steps:
+            raise ConfigError(
+                f"steps has to be at least {trainer.finished_steps}, which the run has finished "
+                f"already, got {config.steps}; pass --steps {2 * trainer.finished_steps} to go on"
+            )
     folder.prepare(config.start)
     folder.write_config(config)
     unigram = unigram_loss(corpus, config.model.vocabulary)

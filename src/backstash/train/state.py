@@ -9,6 +9,7 @@ leaves the files that were whole before.  An older one goes only once a newer on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -98,6 +99,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 "pass a folder that backstash train wrote"
             )
         step, facts, checksums = (json.loads(header[k]) for k in ("step", "facts", "checksums"))
+        _check_header(step, facts, checksums)
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{_damaged(path)} ({error})") from error
     wrong = [name for name, t in tensors.items() if checksums.get(name) != _checksum(t)]
@@ -105,6 +107,31 @@ def read_checkpoint(path: Path) -> Checkpoint:
         names = ", ".join(wrong) or "some tensors are missing"
         raise CheckpointError(f"{_damaged(path)} (checksum of {names})")
     return Checkpoint(step=step, tensors=tensors, facts=facts)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file of a run so that a reader sees the old one or the new one, whole.
+
+    Raises:
+        CheckpointError: it cannot be written; the old one is untouched.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise not_written(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def not_written(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a file of a run cannot be written."""
+    return CheckpointError(
+        f"{path} could not be written: {error}; checkpoints that are there are whole: make room "
+        "on the disk, or give write permission, and resume"
+    )
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -115,6 +142,16 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint in ``folder``, or ``None`` if it holds none."""
     return next(reversed(checkpoints(folder)), None)
+
+
+def _check_header(step: Any, facts: Any, checksums: Any) -> None:
+    """Raise ``KeyError`` with what is wrong in a header."""
+    if type(step) is not int or step < 0:
+        raise KeyError(f"step is {step!r}")
+    if not isinstance(facts, dict) or not isinstance(facts.get("config", {}), dict):
+        raise KeyError("facts")
+    if not isinstance(checksums, dict):
+        raise KeyError("checksums")
 
 
 def _damaged(path: Path) -> str:
