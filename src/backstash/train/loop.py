@@ -170,8 +170,8 @@ class Trainer:
         if wrong and wrong != ["cuda"]:
             raise CheckpointError(
                 f"the checkpoint has no random state that fits {', '.join(wrong)}, so the run "
-                "could not go on bit for bit; resume with the version of torch it was started with, "
-                "or start again with --start fresh"
+                "could not go on bit for bit; resume with the torch that it was started with, or "
+                "start again with --start fresh"
             )
         load_weights(self.model, checkpoint)
         self._optimizer.set_state(checkpoint.part("optimizer"))
