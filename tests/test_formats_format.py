@@ -17,7 +17,7 @@ from backstash.formats import (
     from_spec,
 )
 from backstash.tensors import GroupedTensor
-from format_cases import by_format, by_usage
+from format_cases import by_format, by_usage, quantized
 from quantizer_cases import by_counts, by_dtype, by_shape, grouped_values, values
 
 
@@ -45,6 +45,14 @@ def test_buffers_and_bytes_of_groups_are_what_the_format_says(format, usage, cou
     q = format.quantize(GroupedTensor(x, ends), usage).data
     assert specs_of(q) == format.buffers(len(x), 33, x.dtype, usage, len(counts))
     assert q.nbytes == format.saved_bytes(len(x), 33, x.dtype, usage, len(counts))
+
+
+@by_format
+@pytest.mark.parametrize("ends", [None, [5, 5, 30]], ids=["one-matrix", "groups"])
+@pytest.mark.parametrize("shape", [(33, 41), (64, 128)], ids=str)
+def test_a_buffer_keeps_no_memory_but_its_own_bytes(format, ends, shape):
+    for name, buffer in quantized(format, Usage.BOTH, ends, shape=shape).buffers.items():
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes, name
 
 
 def test_bytes_of_an_element_are_those_published():

@@ -116,7 +116,7 @@ def column_amax(x_MK: Tensor, ends_G: Tensor | None = None) -> Tensor:
         return magnitude(F.pad(x_MK, (0, 0, 0, 1))).amax(0, keepdim=True)
     group_MK = row_groups(ends_G, len(x_MK))[:, None].expand(-1, columns)
     amax_GK = x_MK.new_zeros(len(ends_G) + 1, columns, dtype=torch.float32)
-    return amax_GK.scatter_reduce(0, group_MK, magnitude(x_MK), "amax")[:-1].contiguous()
+    return amax_GK.scatter_reduce(0, group_MK, magnitude(x_MK), "amax")[:-1].clone()
 
 
 def saturating_codes(values: Tensor, code_dtype: torch.dtype) -> Tensor:

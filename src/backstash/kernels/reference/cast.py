@@ -120,8 +120,10 @@ def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Ten
     x_SBK = cut_rows(x_MK, MX_BLOCK, ends_G)
     exponent_SK = _mx_exponent(magnitude(x_SBK).amax(1))
     if ends_G is None:
-        codes = _mx_codes(x_SBK, _mx_multiplier(exponent_SK)[:, None])
-        return codes.flatten(0, 1)[: len(x_MK)], exponent_SK
+        codes = _mx_codes(x_SBK, _mx_multiplier(exponent_SK)[:, None]).flatten(0, 1)
+        # A view of the first rows would keep those of the padding alive.
+        whole = len(codes) == len(x_MK)
+        return codes if whole else codes[: len(x_MK)].clone(), exponent_SK
     row_M, _ = row_places(ends_G, len(x_MK), MX_BLOCK, x_MK.device)
     return _mx_codes(x_MK, _mx_multiplier(exponent_SK)[row_M]), exponent_SK
 
