@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash
+from backstash import weights
 from backstash.errors import ModifiedError
 from backstash.moe import MoE
 from backstash.recipes import autocast
@@ -218,4 +219,4 @@ def test_without_the_reference_backward_takes_the_shard_for_the_whole_weight(
 
 def test_the_package_offers_the_protocol_at_the_top() -> None:
     names = ["DistributedWeight", "is_distributed_weight", "finalize_weight_grads"]
-    assert all(getattr(backstash, name) is getattr(backstash.weights, name) for name in names)
+    assert all(getattr(backstash, name) is getattr(weights, name) for name in names)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import Ranks
 
+from backstash.errors import ConfigError
+from backstash.weights import channel as channels
 from backstash.weights.channel import Channel, Parcel
 
 pytestmark = pytest.mark.distributed
@@ -88,3 +90,17 @@ def agreeing(group: Any) -> None:
 
 def test_ranks_agree_and_leave_what_they_gave_as_it_was(ranks: Ranks) -> None:
     ranks.run(agreeing, size=3)
+
+
+def not_on_the_host(group: Any) -> None:
+    answers = channels._answers_on_host
+    channels._answers_on_host = lambda group: False
+    try:
+        with pytest.raises(ConfigError, match="cpu:gloo,cuda:nccl"):
+            Channel(group)
+    finally:
+        channels._answers_on_host = answers
+
+
+def test_a_group_that_cannot_answer_on_the_host_is_refused(ranks: Ranks) -> None:
+    ranks.run(not_on_the_host, size=1)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backstash.errors import PeerError
+from backstash.errors import ConfigError, PeerError
 from backstash.weights.lease import Leases
 
 
@@ -71,16 +71,24 @@ class Channel:
             all ranks: what a gather of a weight in bf16 costs is two bytes an element.
         agreements: How often the ranks agreed on what to do next.
         leases: The memory lent for what arrives.
+
+    Raises:
+        ConfigError: The group cannot answer on the host.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        if not _answers_on_host(group):
+            raise ConfigError(
+                "the ranks agree on each collective on the host, where the backend "
+                f"{dist.get_backend(group)!r} cannot answer; give init_process_group (or "
+                'new_group) the backend "cpu:gloo,cuda:nccl"'
+            )
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.leases = Leases()
         self.wire_bytes = 0
         self.agreements = 0
-        self.control = _control_group(group)
 
     def agree(self, code: int) -> tuple[int, int]:
         """The least and the largest number that any rank gave."""
@@ -91,7 +99,7 @@ class Channel:
         self.agreements += 1
         bounds = torch.tensor([code, -code])
         with _peers("agree on the next collective"):
-            work = dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self.control, async_op=True)
+            work = dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self.group, async_op=True)
         return work, bounds
 
     def wait_for(self, work: Any, bounds: Tensor) -> tuple[int, int]:
@@ -104,7 +112,7 @@ class Channel:
         """Which flags are set on any rank."""
         votes = torch.tensor(list(flags), dtype=torch.int64)
         with _peers("compare their gradients"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.control)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
         return votes.bool().tolist()
 
     def largest(self, x: Tensor) -> Tensor:
@@ -195,13 +203,8 @@ def _peers(what: str) -> Iterator[None]:
         ) from error
 
 
-def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that answers on the host."""
-    if torch.device("cpu") in group._device_types:
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    control: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return control
+def _answers_on_host(group: dist.ProcessGroup) -> bool:
+    return torch.device("cpu") in group._device_types
 
 
 def _padded(rows: Tensor, chunk: int) -> Tensor:

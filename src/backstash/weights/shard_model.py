@@ -219,7 +219,7 @@ def _ways(place: _Place, recipe: Recipe) -> dict[Usage, Travel]:
 def _check_same_model(channel: Channel, members: list[list[Member]]) -> None:
     mine = [(m.name, m.layout.shape, str(m.kind.dtype)) for bundle in members for m in bundle]
     theirs: list[Any] = [None] * channel.size
-    dist.all_gather_object(theirs, mine, group=channel.control)
+    dist.all_gather_object(theirs, mine, group=channel.group)
     for rank, other in enumerate(theirs):
         if other != theirs[0]:
             differing = [pair for pair in zip(theirs[0], other, strict=False) if pair[0] != pair[1]]

@@ -221,16 +221,19 @@ class Sharding:
     def _look_ahead(self, during: Pass) -> None:
         """Let the gathers that are expected next run ahead, and no others."""
         kept, self._ahead = self._ahead, []
+        expected = []
         for index, usage in self._orders[during].upcoming(self.prefetch):
             bundle = self.bundles[index]
             same = (i for i, (b, way, _) in enumerate(kept) if b is bundle and way is usage)
-            if (place := next(same, None)) is not None:
-                self._ahead.append(kept.pop(place))
+            place = next(same, None)
+            expected.append((bundle, usage, None if place is None else kept.pop(place)[2]))
         for _, _, gather in kept:
             gather.drop()
-        for index, usage in self._orders[during].upcoming(self.prefetch)[len(self._ahead) :]:
-            self._obtain(Wish(_GATHERS[usage], during, index))
-            self._ahead.append((self.bundles[index], usage, self.bundles[index].gather(usage)))
+        for bundle, usage, gather in expected:
+            if gather is None:
+                self._obtain(Wish(_GATHERS[usage], during, bundle.index))
+                gather = bundle.gather(usage)
+            self._ahead.append((bundle, usage, gather))
 
     def _drop_ahead(self) -> None:
         while self._ahead:

@@ -20,6 +20,7 @@ Letters: M rows of the whole weight, K columns, G experts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class Travel:
         buffers = _encode(self, x_MK, ends_G, channel)
         parcels, known = {}, {}
         for name, buffer in buffers.items():
-            counts = self._counts(name, layout)
+            counts = _counts(self.format, name, layout)
             if counts is None:
                 known[name] = buffer
             else:
@@ -132,17 +133,19 @@ class Travel:
             ends_G=layout.ends(arrived[0].device),
         )
 
-    def _counts(self, buffer: str, layout: Layout) -> tuple[int, ...] | None:
-        """How many rows of a buffer each rank makes; None if all make the same buffer."""
-        counts = []
-        for rank, rows in enumerate(layout.counts):
-            ends_G = layout.shard_ends(rank, torch.device("cpu"))
-            ends_G = torch.tensor([rows]) if ends_G is None else ends_G
-            used = self.format.valid_rows(buffer, ends_G, rows)
-            if used is None:
-                return None
-            counts.append(int(used))
-        return tuple(counts)
+
+@functools.lru_cache(maxsize=4096)
+def _counts(format: Format, buffer: str, layout: Layout) -> tuple[int, ...] | None:
+    """How many rows of a buffer each rank makes; None if all make the same buffer."""
+    counts = []
+    for rank, rows in enumerate(layout.counts):
+        ends_G = layout.shard_ends(rank, torch.device("cpu"))
+        ends_G = torch.tensor([rows]) if ends_G is None else ends_G
+        used = format.valid_rows(buffer, ends_G, rows)
+        if used is None:
+            return None
+        counts.append(int(used))
+    return tuple(counts)
 
 
 def _encode(
