@@ -41,14 +41,14 @@ def listed_files(readme: str) -> list[str]:
 
 
 def missing_tests(sources: list[Module], tests: set[str], elsewhere: dict[str, str]) -> list[str]:
-    """Sources ``a/b.py`` without a ``test_a_b*.py`` or ``test_b*.py`` or one named elsewhere."""
+    """Sources ``a/b.py`` without ``test_[gpu_]a_b*.py``, ``test_[gpu_]b*.py`` or one elsewhere."""
     complaints = []
     for module in sources:
         parts = module.path.relative_to(PACKAGE).with_suffix("").parts
         if parts[-1] in ("__init__", "__main__"):
             continue
         names = {"_".join(parts), "_".join(p for p in parts if p != "reference"), parts[-1]}
-        wanted = re.compile(rf"test_({'|'.join(sorted(names))})(_\w+)?")
+        wanted = re.compile(rf"test_(gpu_)?({'|'.join(sorted(names))})(_\w+)?")
         if elsewhere.get("/".join(parts)) in tests or any(map(wanted.fullmatch, tests)):
             continue
         complaints.append(f"{module.path}:1: has no test file")

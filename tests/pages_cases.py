@@ -52,9 +52,12 @@ class Pool:
 
     def stash(self, sources: list[Tensor], rows: list[Tensor], row_bytes: list[int]) -> Held:
         """One launch; its lengths are those that a reader would compute by hand."""
+        # Inside a capture nothing may be read, and the counts are not those of the replay.
+        on_gpu = self.device.type == "cuda"
+        known = [] if on_gpu and torch.cuda.is_current_stream_capturing() else rows
         lengths = [
             max(0, min(int(count), len(source) // width)) * width
-            for source, count, width in zip(sources, rows, row_bytes, strict=True)
+            for source, count, width in zip(sources, known, row_bytes, strict=bool(known))
         ]
         slots = sum(-(-len(source) // self.page_bytes) for source in sources)
         table = torch.full(

@@ -142,10 +142,9 @@ def test_a_weight_in_low_precision_is_read_along_the_rows(name: str, override: s
 
 
 @by_override
-@by_recipe
+# A learnt scale is not the same in backward.
+@pytest.mark.parametrize("name", [name for name in LOW_PRECISION if name != "float8_delayed"])
 def test_the_original_input_gives_the_same_bits(name: str, override: str) -> None:
-    if name == "float8_delayed":
-        pytest.skip("a learnt scale is not the same in backward")
     module, kept = Linear(H, N), Linear(H, N, save_original_input=True)
     kept.load_state_dict(module.state_dict())
     x, dy = torch.randn(33, H), torch.randn(33, N)

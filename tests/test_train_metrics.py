@@ -111,7 +111,6 @@ def test_a_full_disk_is_named_when_a_record_is_written(log_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_gets_the_same_records(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     write(tmp_path / "metrics.jsonl", [1, 2])
     assert list((tmp_path / "tensorboard").glob("events.*"))
 

@@ -170,7 +170,7 @@ def test_a_compressing_stash_gives_a_gpu_what_it_gives_a_cpu() -> None:
     for device in ("cpu", GPU):
         pool = PagePool(2**22, device=device, page_bytes=4096)
         stash = Stash(pool, compress=bs.MXFP8)
-        leaf = x.to(device).requires_grad_()
+        leaf = x.to(device, copy=True).requires_grad_()
         with bs.saving(stash):
             marked = leaf * 1.0
             bs.mark_grouped_tensor(marked, torch.tensor([1234], device=device))
