@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from backstash.errors import CheckpointError, DtypeError, LayoutError, ShapeError
+from backstash.errors import CheckpointError, DtypeError, LayoutError, RecipeError, ShapeError
 from backstash.formats import (
     FLOAT8_CURRENT,
     FLOAT8_DELAYED,
@@ -132,3 +132,42 @@ def test_a_gradient_does_not_flow_through_quantization(format):
     q = format.quantize(torch.ones(2, 3, requires_grad=True))
     assert not q.requires_grad
     assert not q.dequantize().requires_grad
+
+
+@by_format
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rows": -1}, ShapeError),
+        ({"columns": 2.5}, ShapeError),
+        ({"groups": -1}, ShapeError),
+        ({"rows": True}, ShapeError),
+        ({"dtype": "float32"}, DtypeError),
+        ({"dtype": torch.int32}, DtypeError),
+        ({"usage": Usage(0)}, LayoutError),
+        ({"usage": 3}, LayoutError),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_a_matrix_that_can_be(format, wrong, error):
+    right = {"rows": 3, "columns": 3, "dtype": torch.float32, "usage": Usage.BOTH, "groups": 2}
+    with pytest.raises(error):
+        format.saved_bytes(**(right | wrong))
+
+
+@pytest.mark.parametrize(
+    ("format", "wrong"),
+    [
+        (FLOAT8_CURRENT, {"epsilon": "small"}),
+        (FLOAT8_CURRENT, {"epsilon": True}),
+        (FLOAT8_DELAYED, {"history": 1.5}),
+        (FLOAT8_DELAYED, {"history": True}),
+        (FLOAT8_DELAYED, {"margin": "a"}),
+        (FLOAT8_DELAYED, {"margin": 65}),
+        (FLOAT8_DELAYED, {"most_recent": 1}),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_format_that_means_nothing_is_refused(format, wrong):
+    with pytest.raises(RecipeError, match=next(iter(wrong))):
+        dataclasses.replace(format, **wrong)

@@ -211,6 +211,7 @@ def test_the_callers_buffer_is_written_and_otherwise_left_as_it_was(layout: Any)
 def test_a_buffer_that_does_not_fit_is_refused() -> None:
     module, x = build(), torch.randn(4, H)
     for out, error in (
+        (3, DtypeError),
         (torch.empty(3, N), ShapeError),
         (torch.empty(4, N, dtype=torch.bfloat16), DtypeError),
         (torch.empty(4, N, device="meta"), DeviceError),

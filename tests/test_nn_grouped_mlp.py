@@ -238,6 +238,7 @@ def test_no_tokens_work_with_and_without_a_row_map() -> None:
 def test_routing_weights_that_do_not_fit_are_refused() -> None:
     module, x = build(), torch.randn(4, H)
     for probs, error in (
+        ([1.0] * 4, DtypeError),
         (torch.rand(3), ShapeError),
         (torch.rand(4, 1), ShapeError),
         (torch.ones(4, dtype=torch.int64), DtypeError),
@@ -245,6 +246,11 @@ def test_routing_weights_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(error, match="probs "):
             module(x, [1, 1, 1, 1], probs)
+
+
+def test_a_row_map_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rows must be a RowMap, got list"):
+        build()(torch.randn(4, H), [1, 1, 1, 1], rows=[0, 1, 2, 3])  # pyright: ignore
 
 
 def test_no_expert_or_an_unknown_activation_is_refused() -> None:

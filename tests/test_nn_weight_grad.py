@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.errors import ConfigError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn import Linear
 from backstash.nn.weight_grad import Delivery, GradientQueue, WeightGradient
 from backstash.recipes import autocast
@@ -168,6 +168,24 @@ def test_a_missing_main_grad_is_refused_before_anything_is_computed(case: Case) 
         backward(case, module)
     module.requires_grad_(False)
     backward(case, module)
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "error"),
+    [
+        (3, DtypeError),
+        (torch.zeros(N, H, dtype=torch.int32), DtypeError),
+        (torch.zeros(N, H, device="meta"), DeviceError),
+    ],
+    ids=["number", "integers", "meta"],
+)
+def test_a_main_grad_that_holds_no_gradient_is_refused_before_anything_is_computed(
+    main_grad: Any, error: type[Exception]
+) -> None:
+    module: Any = Linear(H, N, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = main_grad
+    with pytest.raises(error, match=r"weight\.main_grad must be"):
+        module(torch.ones(1, H))
 
 
 def test_a_main_grad_of_another_shape_is_refused() -> None:

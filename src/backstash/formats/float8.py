@@ -127,10 +127,15 @@ class Float8Delayed(_Float8):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
+        check_flags(self, "most_recent")
+        if not _is_whole(self.history) or self.history < 1:
             raise RecipeError(
                 f"history is how many steps are remembered and must be at least 1, got "
-                f"{self.history}; use FLOAT8_CURRENT to remember none"
+                f"{self.history!r}; use FLOAT8_CURRENT to remember none"
+            )
+        if not _is_whole(self.margin) or abs(self.margin) > 64:
+            raise RecipeError(
+                f"margin must be a whole number of powers of two, to 64, got {self.margin!r}"
             )
 
     def encode(
@@ -148,6 +153,10 @@ class Float8Delayed(_Float8):
 
     def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         return torch.ones_like(buffers["scale_inv"]) / buffers["scale_inv"]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_group(group: Any) -> bool:

@@ -178,7 +178,20 @@ class Format(abc.ABC):
         usage: Usage = Usage.ROWWISE,
         groups: int | None = None,
     ) -> int:
-        """Bytes of all buffers of a ``(rows, columns)`` matrix, in ``groups`` groups if given."""
+        """Bytes of all buffers of a ``(rows, columns)`` matrix, in ``groups`` groups if given.
+
+        Raises:
+            ShapeError: A count is no whole number, or negative.
+            DtypeError: ``dtype`` is none that can be quantized.
+            LayoutError: ``usage`` is empty.
+        """
+        for name, count in (("rows", rows), ("columns", columns), ("groups", groups or 0)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ShapeError(f"{name} must be a whole number, got {count!r}; pass a count")
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise DtypeError(f"saved_bytes needs the dtype of the values, got {dtype!r}")
+        if not isinstance(usage, Usage) or not usage:
+            raise LayoutError(f"saved_bytes needs ROWWISE, COLUMNWISE or BOTH, got {usage!r}")
         specs = self.buffers(rows, columns, dtype, usage, groups)
         return sum(spec.nbytes for spec in specs.values())
 
@@ -214,10 +227,11 @@ def check_flags(format: Format, *names: str) -> None:
 
 def check_epsilon(epsilon: float) -> None:
     """Refuse a least magnitude that is none."""
-    if not 0 <= epsilon < math.inf:
+    is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+    if not is_number or not 0 <= epsilon < math.inf:
         raise RecipeError(
             f"epsilon is the least magnitude taken for the largest and must be finite and "
-            f"not negative, got {epsilon}; use 0 for none"
+            f"not negative, got {epsilon!r}; use 0 for none"
         )
 
 

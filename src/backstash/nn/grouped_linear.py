@@ -184,6 +184,11 @@ class GroupedLinear(Layer):
 
 
 def _check_out(out: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    if not isinstance(out, Tensor):
+        raise DtypeError(
+            f"out must be a tensor to write the result into, got {type(out).__name__}; leave it "
+            "out for a new one"
+        )
     if out.shape != shape:
         raise ShapeError(
             f"out must have the result's shape {tuple(shape)}, got {tuple(out.shape)}; "

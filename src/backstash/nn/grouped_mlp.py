@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.errors import DeviceError, DtypeError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.feed_forward import (
     FeedForward,
@@ -217,6 +217,11 @@ class GroupedMLP(Layer):
         dtype = self.compute_dtype(x, self.hidden_size, self.fc1_weight)
         count = x.shape[:-1].numel()
         if rows is not None:
+            if not isinstance(rows, RowMap):
+                raise ConfigError(
+                    f"rows must be a RowMap, got {type(rows).__name__}; make one from what "
+                    "kernels.sort_by_expert returned"
+                )
             rows.check(as_rows(x))
             count = rows.rows
         if probs is not None:
@@ -250,6 +255,10 @@ class GroupedMLP(Layer):
 
 
 def _check_probs(prob_R: Tensor, rows: int, device: torch.device) -> None:
+    if not isinstance(prob_R, Tensor):
+        raise DtypeError(
+            f"probs must be a floating-point tensor, got {type(prob_R).__name__}; use float32"
+        )
     if tuple(prob_R.shape) != (rows,):
         raise ShapeError(
             f"probs must have one weight for each of {rows} rows, got {tuple(prob_R.shape)}; "

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import ConfigError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.options import check_flags
 from backstash.weights.protocol import finalize_weight_grads, is_distributed_weight
 
@@ -87,7 +87,8 @@ class WeightGradient:
 
         Raises:
             ConfigError: ``main_grad`` is wanted and missing.
-            ShapeError: it has another shape than the weight.
+            ShapeError, DtypeError, DeviceError: it has another shape than the weight, is no
+                floating-point tensor, or is on another device.
         """
         if self.delivery is Delivery.AUTOGRAD or is_distributed_weight(weight):
             return
@@ -147,6 +148,16 @@ def _main_grad(weight: Tensor) -> Tensor:
             "fuse_wgrad_accumulation adds the weight gradient to weight.main_grad, and the "
             f"weight of shape {tuple(weight.shape)} has none; set weight.main_grad = "
             "torch.zeros_like(weight, dtype=torch.float32), or leave the option out"
+        )
+    if not isinstance(main_grad, Tensor) or not main_grad.is_floating_point():
+        came = main_grad.dtype if isinstance(main_grad, Tensor) else type(main_grad).__name__
+        raise DtypeError(
+            f"weight.main_grad must be a floating-point tensor, got {came}; float32 is usual"
+        )
+    if main_grad.device != weight.device:
+        raise DeviceError(
+            f"weight.main_grad must be on {weight.device} like the weight, got "
+            f"{main_grad.device}; move it"
         )
     if main_grad.shape != weight.shape:
         raise ShapeError(
