@@ -263,3 +263,9 @@ def test_quantized_model_init_nests_and_ends_with_an_exception() -> None:
             raise KeyError
         assert bs.Linear(4, 4).weight.format.name == "mxfp8"  # pyright: ignore
     assert type(bs.Linear(4, 4).weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("enabled", ["float8_current", bs.recipe("mxfp8"), None, 1], ids=str)
+def test_a_recipe_in_the_place_of_enabled_is_refused(enabled: Any) -> None:
+    with pytest.raises(bs.ConfigError, match=r"True or False.*autocast\(recipe=\.\.\.\)"):
+        bs.autocast(enabled)

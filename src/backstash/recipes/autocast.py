@@ -64,9 +64,16 @@ class autocast:
 
     Raises:
         RecipeError: ``recipe`` is neither a recipe nor the name of one.
+        ConfigError: ``enabled`` is neither True nor False.
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | str | None = None) -> None:
+        if not isinstance(enabled, bool):
+            # A recipe in its place would be a yes, to another recipe.
+            raise ConfigError(
+                f"enabled must be True or False, got {enabled!r}; pass a recipe by name: "
+                f"autocast(recipe=...)"
+            )
         chosen = as_recipe("mxfp8" if recipe is None else recipe)
         self.recipe = chosen if enabled else HIGH_PRECISION_RECIPE
 
