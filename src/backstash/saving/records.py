@@ -233,19 +233,21 @@ def restore_from_saved(records: Records, tensors: Sequence[Tensor | None]) -> tu
     """
     if type(records) is AsGiven and type(tensors) is tuple and len(tensors) == records.tensor_count:
         return tensors
-    if not isinstance(records, Records):
+    # No isinstance with an abstract class where it can be helped: this runs at every backward.
+    count = getattr(records, "tensor_count", None)
+    if count is None:
         raise NothingSavedError(
             f"restore_from_saved needs the records that prepare_for_saving returned beside the "
             f"tensors, got {type(records).__name__}; give records first, tensors second"
         )
-    if not isinstance(tensors, Sequence):
+    if type(tensors) is not tuple and not isinstance(tensors, Sequence):
         raise DtypeError(
             f"restore_from_saved needs a sequence of tensors, got {type(tensors).__name__}; "
             f"give all of ctx.saved_tensors, in order"
         )
-    if len(tensors) != records.tensor_count:
+    if len(tensors) != count:
         raise ShapeError(
-            f"{records.tensor_count} tensors were prepared for saving, got {len(tensors)} back; "
+            f"{count} tensors were prepared for saving, got {len(tensors)} back; "
             f"give all of ctx.saved_tensors, in order"
         )
     return records.restore(tensors)
