@@ -70,6 +70,9 @@ class ModelConfig:
     """Step of the routing bias that evens out the experts; 0 leaves it alone."""
     balance_loss: float = 0.01
     """Weight of the auxiliary loss that evens out the experts; 0 for none."""
+    capacity_factor: float | None = None
+    """Room in the experts' buffers over the rows that come, at least 1, so that none is dropped;
+    none gives no buffers."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,6 +84,8 @@ class ModelConfig:
         check_number(self, "rotary_base", above=1.0)
         check_number(self, "balance_speed", least=0.0)
         check_number(self, "balance_loss", least=0.0)
+        if self.capacity_factor is not None:
+            check_number(self, "capacity_factor", least=1.0)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"heads has to be a multiple of kv_heads, got heads={self.heads} and "
@@ -161,6 +166,14 @@ class TrainConfig:
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     recompute: Recompute = "none"
     """Save only each layer's input and compute the layer again in backward."""
+    stash: bool = False
+    """Keep what experts save for backward in pages of a pool, valid rows only; changes no bit."""
+    stash_bytes: int | None = None
+    """Bytes of its pool on the device, in whole pages; if not given, it follows what is needed."""
+    stash_host_bytes: int = 0
+    """Bytes of its pool in host memory, in whole pages, for what the device has no room for."""
+    stash_page_bytes: int = 65536
+    """Bytes of a page; smaller buffers are not stashed."""
     seed: int = 0
     """Seed of the weights and of the order of the text."""
     steps: int = 1000
@@ -206,6 +219,8 @@ class TrainConfig:
         check_instance(self, "account", bool)
         check_instance(self, "model", ModelConfig)
         check_instance(self, "optimizer", OptimizerConfig)
+        check_instance(self, "stash", bool)
+        check_stash(self)
         check_recipe(self)
         check_device_name(self.device)
 
@@ -246,9 +261,9 @@ def check_number(
         bounds = {"above": above, "at least": least, "at most": most, "below": below}
         wanted = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if math.isfinite(b))
         default = getattr(type(config)(), name)
+        example = default if default is None else f"{default:g}"
         raise ConfigError(
-            f"{name} has to be a finite number {wanted}, got {value!r}; "
-            f"pass for example {default:g}"
+            f"{name} has to be a finite number {wanted}, got {value!r}; pass for example {example}"
         )
 
 
@@ -265,6 +280,25 @@ def check_instance(config: object, name: str, wanted: Any) -> None:
     if not isinstance(value, wanted):
         kind = getattr(wanted, "__name__", str(wanted))
         raise ConfigError(f"{name} has to be a {kind}, got {value!r}; wrap it in one")
+
+
+def check_stash(config: TrainConfig) -> None:
+    """Raise :class:`ConfigError` unless the sizes are those of a pool, and mean something."""
+    if config.stash_bytes is not None:
+        check_integer(config, "stash_bytes", 0)
+    check_integer(config, "stash_host_bytes", 0)
+    check_integer(config, "stash_page_bytes", 16)
+    if config.stash_page_bytes & (config.stash_page_bytes - 1):
+        raise ConfigError(
+            f"stash_page_bytes has to be a power of two, got {config.stash_page_bytes}; "
+            f"pass {1 << config.stash_page_bytes.bit_length()}"
+        )
+    if not config.stash and (config.stash_bytes is not None or config.stash_host_bytes):
+        raise ConfigError(
+            f"a pool without a stash would hold nothing, got stash={config.stash}, "
+            f"stash_bytes={config.stash_bytes} and stash_host_bytes={config.stash_host_bytes}; "
+            "pass --stash too, or neither size"
+        )
 
 
 def check_recipe(config: TrainConfig) -> None:

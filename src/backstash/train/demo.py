@@ -24,6 +24,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from backstash.recipes import Recipe, autocast, recipe
 from backstash.saving import Meter, saving
+from backstash.stash import Stash
 
 from .config import ModelConfig, Recompute
 from .data import held_out_batches
@@ -58,13 +59,28 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def stash_figures(stash: Stash, records: list[dict[str, float]]) -> dict[str, float]:
+    """Return what the stash held over the whole run; steps without a stash count as none."""
+    steps = [r for r in records if "stash_fill" in r]
+    return {
+        "page_bytes": stash.pool.page_bytes,
+        "pool_bytes": stash.pool.device_size * stash.pool.page_bytes,
+        "host_pool_bytes": stash.pool.host_size * stash.pool.page_bytes,
+        "high_bytes": max((r["stash_high_bytes"] for r in steps), default=0),
+        "fill": steps[-1]["stash_fill"] if steps else 0.0,
+        "spilled_bytes": sum(r["stash_spilled_bytes"] for r in steps),
+        "kept_bytes": sum(r["stash_kept_bytes"] for r in steps),
+        "growths": stash.pool.growths,
+    }
+
+
 def summarize(outcome: Outcome) -> dict[str, Any]:
     """Return the numbers that any run ends with."""
     records = outcome.records
     evaluated = [r["held_out_loss"] for r in records if "held_out_loss" in r]
     steps = [r for r in records if "loss" in r]
     trainer = outcome.trainer
-    return {
+    summary = {
         "steps": trainer.finished_steps,
         "recipe": trainer.config.recipe,
         "preactivation": trainer.config.preactivation,
@@ -78,6 +94,9 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "saved_bytes": steps[-1]["saved_bytes"] if steps else None,
         "peak_memory_bytes": steps[-1]["peak_memory_bytes"] if steps else None,
     }
+    if trainer.stash is not None:
+        summary["stash"] = stash_figures(trainer.stash, records)
+    return summary
 
 
 def account(trainer: Trainer) -> dict[str, Any]:
@@ -141,7 +160,14 @@ def saved_bytes(model: Decoder | PlainDecoder, batch: Batch, formats: Recipe) ->
 def bit_equal_under(trainer: Trainer, batch: Batch) -> dict[str, bool]:
     """Return for each keeper whether all gradients have the bits that they have without it."""
     wanted = _gradients(trainer, batch, Keeper(name="none"))
-    return {keeper.name: _equal(_gradients(trainer, batch, keeper), wanted) for keeper in KEEPERS}
+    keepers = (*KEEPERS, *_keepers_of_run(trainer))
+    return {keeper.name: _equal(_gradients(trainer, batch, keeper), wanted) for keeper in keepers}
+
+
+def _keepers_of_run(trainer: Trainer) -> list[Keeper]:
+    """What keeps saved tensors in this run and not in every one."""
+    stash = trainer.stash
+    return [] if stash is None else [Keeper(name="the stash", hooks=lambda: saving(stash))]
 
 
 def _gradients(trainer: Trainer, batch: Batch, keeper: Keeper) -> dict[str, Tensor]:
@@ -194,6 +220,14 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
         (f"saved for backward, backstash {_formats(summary)}", "saved_bytes"),
     ):
         rows.append((name, f"{summary[key]:,} bytes  ({summary[key] / plain:.0%})"))
+    if "stash" in summary:
+        stash = summary["stash"]
+        rows += [
+            ("most in the stash's pages", f"{stash['high_bytes']:,} bytes"),
+            ("  of a pool of", f"{stash['pool_bytes']:,} bytes"),
+            ("  spilled to host memory, all steps", f"{stash['spilled_bytes']:,} bytes"),
+            ("  kept out for want of room, all steps", f"{stash['kept_bytes']:,} bytes"),
+        ]
     for name, is_equal in summary["bit_equal_under"].items():
         rows.append((f"gradients under {name}", "bit-equal" if is_equal else "NOT EQUAL"))
     return rows

@@ -11,12 +11,14 @@ width, E experts, K experts a token, I inner width of an expert, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from backstash.device import default_device
 from backstash.formats import Format, Usage
+from backstash.stash import pages_for
 
 from .attention import repeats_heads
 from .config import ModelConfig, TrainConfig
@@ -36,6 +38,8 @@ class Estimate:
         optimizer_bytes: Adam's two means and, for low-precision weights, float32 masters.
         saved_bytes: kept for backward by one forward pass.
         layer_bytes: of these, one layer's; recomputation needs them once, on top.
+        stash_bytes: valid rows of the buffers that a stash takes, in the most pages that they
+            need; 0 without a stash.
     """
 
     parameters: int
@@ -45,6 +49,7 @@ class Estimate:
     optimizer_bytes: int
     saved_bytes: int
     layer_bytes: int
+    stash_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -67,7 +72,27 @@ def estimate(config: TrainConfig) -> Estimate:
         optimizer_bytes=parameters * _FLOAT32 * (3 if has_masters else 2),
         saved_bytes=config.model.layers * kept + ends_saved_bytes(config),
         layer_bytes=layer,
+        stash_bytes=stash_bytes(config),
     )
+
+
+def stash_bytes(config: TrainConfig) -> int:
+    """Return the bytes of pages that a forward pass fills, for the run's stash if it has one.
+
+    What is computed again is not saved, so there is nothing to stash.
+    """
+    if not config.stash or config.recompute != "none":
+        return 0
+    rows, page_bytes = _rows(config), config.stash_page_bytes
+    shared = _shared_buffers(config)
+    # The router keeps the same values, but not marked as the shared expert marks them.
+    if shared and config.recipe == "high_precision":
+        shared.append(layer_input_bytes(config))
+    valid = [*_expert_buffers(config, rows), *shared]
+    room = [*_expert_buffers(config, _buffer_rows(config)), *shared]
+    # A buffer that is no larger than a page stays where it is.
+    taken = [(1, v) for v, most in zip(valid, room, strict=True) if most > page_bytes]
+    return config.model.layers * pages_for(taken, page_bytes) * page_bytes
 
 
 def count_parameters(model: ModelConfig, *, experts: int) -> int:
@@ -124,28 +149,56 @@ def _kept_kv_heads(config: TrainConfig) -> int:
 
 def _mixture_bytes(config: TrainConfig) -> int:
     tokens, model = _tokens(config), config.model
-    rows, width = tokens * model.top_k, model.expert_width
+    rows, places = _rows(config), _buffer_rows(config)
     stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
     normalized = tokens * model.hidden * _itemsize(config)
     scores = tokens * (model.experts + (1 if model.top_k > 1 else 0)) * _FLOAT32
-    # Choice, slot and source of each row; its weight before and after normalization.
-    weights = 2 if model.top_k > 1 else 1
-    routing = rows * (3 * _INT64 + weights * _FLOAT32)
+    # Choice and slot of each row, its weight before and after normalization; each place's source.
+    weights = (model.top_k > 1) + (model.capacity_factor is None)
+    routing = rows * (2 * _INT64 + weights * _FLOAT32) + places * _INT64
     # The shares of the balance loss, and the number of tokens they are divided by.
     routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
-    hidden = _preactivation(config, rows, 2 * width, model.experts)
-    return stream + normalized + scores + routing + hidden + _marks(model.experts)
+    # How many rows are valid, and whether they fitted.
+    valid = _marks(model.experts) if model.capacity_factor is not None else 0
+    kept = sum(_expert_buffers(config, places)) + valid
+    return stream + normalized + scores + routing + kept + _marks(model.experts)
+
+
+def _expert_buffers(config: TrainConfig, rows: int) -> list[int]:
+    """Bytes of what is kept in the experts' order: pre-activation, and a buffer's rows."""
+    model = config.model
+    hidden = _preactivation(config, rows, 2 * model.expert_width, model.experts)
+    # Without a capacity the experts gather from the tokens, which are kept already.
+    if model.capacity_factor is None:
+        return [hidden]
+    return [hidden, _columns(config, rows, model.hidden, model.experts), rows * _FLOAT32]
+
+
+def _rows(config: TrainConfig) -> int:
+    """Rows that all experts of a layer get together."""
+    return _tokens(config) * config.model.top_k
+
+
+def _buffer_rows(config: TrainConfig) -> int:
+    """Rows that their buffers have room for."""
+    factor = config.model.capacity_factor
+    return _rows(config) if factor is None else math.ceil(factor * _rows(config))
 
 
 def _shared_bytes(config: TrainConfig) -> int:
+    if not config.model.shared_width:
+        return 0
+    return sum(_shared_buffers(config)) + _marks(1) + _FLAG
+
+
+def _shared_buffers(config: TrainConfig) -> list[int]:
     tokens, model = _tokens(config), config.model
     if not model.shared_width:
-        return 0
-    kept = _preactivation(config, tokens, 2 * model.shared_width, 1) + _marks(1) + _FLAG
+        return []
+    hidden = _preactivation(config, tokens, 2 * model.shared_width, 1)
     # In high precision its input is the experts' input, which is kept already.
-    if config.recipe != "high_precision":
-        kept += _columns(config, tokens, model.hidden, 1)
-    return kept
+    is_kept = config.recipe == "high_precision"
+    return [hidden, 0 if is_kept else _columns(config, tokens, model.hidden, 1)]
 
 
 def _preactivation(config: TrainConfig, rows: int, columns: int, groups: int) -> int:
@@ -177,6 +230,7 @@ def _itemsize(config: TrainConfig) -> int:
 
 def table(numbers: Estimate) -> list[tuple[str, str]]:
     """Return an estimate as rows of a name and a value, for people."""
+    stash = [("in the stash's pages", mebibytes(numbers.stash_bytes))]
     return [
         ("parameters", f"{numbers.parameters:,}"),
         ("parameters that a token meets", f"{numbers.active_parameters:,}"),
@@ -188,5 +242,6 @@ def table(numbers: Estimate) -> list[tuple[str, str]]:
             f"{mebibytes(numbers.saved_bytes)}  ({numbers.saved_bytes:,} bytes)",
         ),
         ("  of which one layer", mebibytes(numbers.layer_bytes)),
+        *(stash if numbers.stash_bytes else []),
         ("together, when backward begins", mebibytes(numbers.total_bytes)),
     ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +29,17 @@ from backstash.saving import Meter, saving
 
 from .config import TrainConfig, config_to_json
 from .data import Batches, Corpus, held_out_batches
-from .metrics import StepMetrics, peak_memory_bytes
+from .metrics import StashMetrics, StepMetrics, peak_memory_bytes
 from .model import Decoder
 from .optimizer import Optimizer, learning_rate
+from .stash import StashGauge, open_stash
 from .state import Checkpoint
 
 # A resumed run may differ from the one it continues in these; all else decides its values.
 _FREE_ON_RESUME = frozenset(
     {"run", "start", "data", "tokenizer", "device", "save_every", "keep_checkpoints", "log_every"}
     | {"steps", "stop_after", "account", "evaluate_every", "evaluate_batches"}
+    | {"stash", "stash_bytes", "stash_host_bytes", "stash_page_bytes"}
 )
 
 
@@ -61,6 +64,14 @@ def open_device(name: str) -> torch.device:
     return device
 
 
+class _Pass(NamedTuple):
+    """What is left of one forward and backward pass."""
+
+    loss: Tensor
+    counts_LE: Tensor
+    stash: StashMetrics | None
+
+
 class Trainer:
     """A model that learns from a corpus as a config says."""
 
@@ -72,6 +83,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         # Made on the CPU: a seed gives the same weights wherever the model then runs.
         self.model = make_model(config).to(self.device)
+        self.stash = open_stash(config, self.device) if config.stash else None
+        self._gauge = None if self.stash is None else StashGauge(self.stash)
         self._optimizer = Optimizer(self.model, config.optimizer, steps=config.steps)
         self._recipe = config.formats
         self._batches = Batches(
@@ -89,13 +102,15 @@ class Trainer:
         meter = Meter()
         # One context around all passes: scales that are learnt move once a step.
         with self._all_or_nothing(), autocast(recipe=self._recipe):
-            passes = [self._forward_backward(meter) for _ in range(self.config.accumulate)]
-            loss = torch.stack([loss for loss, _ in passes]).mean()
+            # The host waits for the stash's counters, so they are read once a step.
+            gauges = [None] * (self.config.accumulate - 1) + [self._gauge]
+            passes = [self._forward_backward(meter, gauge) for gauge in gauges]
+            loss = torch.stack([one.loss for one in passes]).mean()
             norm = self._optimizer.gradient_norm()
             _check_finite(loss, norm, self.finished_steps + 1)
             self._optimizer.step(self.finished_steps, norm)
             self.model.balance_()
-        loads_LE = torch.stack([counts_LE for _, counts_LE in passes]).sum(0)
+        loads_LE = torch.stack([one.counts_LE for one in passes]).sum(0)
         self.finished_steps += 1
         rate = learning_rate(self.finished_steps - 1, self.config.steps, self.config.optimizer)
         return StepMetrics(
@@ -108,16 +123,18 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(self.device),
             expert_load_max=int(loads_LE.max()),
             expert_load_mean=loads_LE.double().mean().item(),
+            stash=passes[-1].stash,
         )
 
-    def _forward_backward(self, meter: Meter) -> tuple[Tensor, Tensor]:
+    def _forward_backward(self, meter: Meter, gauge: StashGauge | None) -> _Pass:
         tokens_BS, targets_BS = (t.to(self.device) for t in self._batches.draw())
         meter.reset()
-        with saving(meter):
+        with saving(meter, *(() if self.stash is None else (self.stash,))):
             loss = self.model.loss(tokens_BS, targets_BS)
+        stash = None if gauge is None else gauge.read()
         (loss.total / self.config.accumulate).backward()
         self._optimizer.collect()
-        return loss.total.detach(), loss.counts_LE
+        return _Pass(loss.total.detach(), loss.counts_LE, stash)
 
     def evaluate(self) -> float:
         """Return the loss on held-out text, in nats a token; changes nothing."""

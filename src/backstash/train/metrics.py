@@ -31,6 +31,25 @@ Record = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
+class StashMetrics:
+    """What the stash holds when the step's last forward pass is done, which is when it holds most.
+
+    Attributes:
+        stash_pages_used: pages in use, those in host memory included.
+        stash_fill: the share of the device's pages that is in use.
+        stash_high_bytes: most bytes of pages that were ever in use at once.
+        stash_spilled_bytes: bytes of pages that this step took in host memory.
+        stash_kept_bytes: bytes of buffers that stayed where they were, for want of room.
+    """
+
+    stash_pages_used: int
+    stash_fill: float
+    stash_high_bytes: int
+    stash_spilled_bytes: int
+    stash_kept_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """Measurements of one optimizer step.
 
@@ -44,6 +63,7 @@ class StepMetrics:
         peak_memory_bytes: most memory held so far, of the GPU or of this process.
         expert_load_max: rows of the busiest expert of any layer.
         expert_load_mean: rows of the average expert.
+        stash: those of the stash, where there is one.
     """
 
     step: int
@@ -55,10 +75,13 @@ class StepMetrics:
     peak_memory_bytes: int
     expert_load_max: int
     expert_load_mean: float
+    stash: StashMetrics | None = None
 
     def record(self) -> dict[str, float]:
-        """Return the measurements by name."""
-        return asdict(self)
+        """Return the measurements by name; without a stash there are none of it."""
+        values = asdict(self)
+        stash = values.pop("stash")
+        return values if stash is None else values | stash
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -233,6 +256,11 @@ def describe(record: Record) -> str:
             f"saved {mebibytes(record['saved_bytes'])}",
             f"expert load {load:.2f}",
         ]
+    if "stash_fill" in record:
+        parts.append(
+            f"stash {record['stash_fill']:.0%} full, most {mebibytes(record['stash_high_bytes'])}, "
+            f"spilled {mebibytes(record['stash_spilled_bytes'])}"
+        )
     return "  ".join(parts)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash.moe import MoE, RouterConfig
+from backstash.moe import Local, MoE, RouterConfig
 from backstash.nn import LayerNormLinear, Linear
 from backstash.recipes import autocast
 
@@ -159,6 +159,7 @@ class Layer(nn.Module):
             router=RouterConfig(
                 bias_update_speed=config.balance_speed, aux_loss_weight=config.balance_loss
             ),
+            dispatcher=Local(capacity_factor=config.capacity_factor),
             dtype=dtype,
         )
 
