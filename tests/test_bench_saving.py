@@ -13,8 +13,9 @@ from backstash import bench
 from backstash.bench import saving
 from backstash.errors import ConfigError
 from backstash.formats import MXFP8
+from backstash.saving import prepare_for_saving, restore_from_saved
 
-ROWS = 6
+ROWS = 9
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def test_a_run_prints_the_ratio_first_and_appends_a_line_a_row(
 ) -> None:
     assert bench.main(["saving", "--results", str(tmp_path), "--repeats", "3"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "saving.jsonl").read_text().splitlines()]
-    assert [line["values"] for line in lines] == [64, 64, 128, 8, 128, 256]
+    assert [line["values"] for line in lines] == [64, 64, 128, 8, 128, 256, 34, 34, 34]
     assert len(lines) == ROWS
     printed = capsys.readouterr().out
     header = next(line for line in printed.splitlines() if "quartiles" in line)
@@ -56,6 +57,32 @@ def test_nothing_is_timed_when_the_outputs_disagree() -> None:
     one, other = torch.ones(1), torch.ones(1)
     with pytest.raises(RuntimeError, match="value 1 did not come back"):
         saving.check_outputs([one, other], [one, one])
+
+
+def test_saving_without_the_question_gives_plain_weights_back() -> None:
+    values = saving.grouped_values(torch.nn.Parameter)
+    tensors, records = saving.without_question()(*values)
+    saving.check_same(values, restore_from_saved(records, tensors))
+
+
+def test_saving_without_the_question_does_not_notice_a_marked_tensor() -> None:
+    marked: Any = torch.ones(2)
+    marked.is_distributed_weight = True
+    given, other = (marked, torch.ones(1)), (torch.ones(1),)
+    assert marked in saving.without_question()(*given)[0]
+    assert not any(tensor is marked for tensor in prepare_for_saving(*given, *other)[0])
+
+
+def test_a_question_in_other_words_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "QUESTION", "is anybody there")
+    with pytest.raises(RuntimeError, match="does not ask"):
+        saving.without_question()
+
+
+def test_a_distributed_weight_is_seen_by_no_hook() -> None:
+    values = saving.grouped_values(saving.Shard)
+    tensors, _ = prepare_for_saving(*values)
+    assert len(tensors) == len(values) - saving.EXPERTS
 
 
 @pytest.mark.parametrize(

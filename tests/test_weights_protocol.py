@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DtypeError, ShapeError
+from backstash.nn import GroupedLinear
 from backstash.weights import (
     DistributedWeight,
     finalize_weight_grads,
@@ -172,3 +173,25 @@ def test_a_weight_without_gradient_may_be_given_none() -> None:
 def test_a_provider_that_keeps_the_gradient_answers_none_for_all(count: int) -> None:
     weights = [shard() for _ in range(count)]
     assert finalize_weight_grads(weights, [torch.ones(4, 2)] * count) == [None] * count
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "distributed"])
+def test_nobody_is_asked_for_the_whole_protocol_on_the_way(
+    marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = GroupedLinear(2, 3, 4, bias=False)
+    if marked:
+        whole = layer.weight.detach().clone()
+        layer.weight = Shard(whole).tell([whole])
+    asked: list[type] = []
+    ask: Any = type(DistributedWeight).__instancecheck__
+
+    def listen(cls: type, instance: object) -> bool:
+        asked.append(cls)
+        return ask(cls, instance)
+
+    monkeypatch.setattr(type(DistributedWeight), "__instancecheck__", listen)
+    assert isinstance(shard(), DistributedWeight)
+    assert asked == [DistributedWeight]
+    layer(torch.ones(5, 3, requires_grad=True), [2, 3]).sum().backward()
+    assert asked.count(DistributedWeight) == 1

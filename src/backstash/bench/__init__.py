@@ -14,7 +14,7 @@ from types import ModuleType
 
 import tyro
 
-from backstash.bench import cast, grouped_mm, moe, saving, stash, stash_step
+from backstash.bench import cast, grouped_mm, moe, saving, stash, stash_step, weights
 from backstash.bench.record import append_rows
 from backstash.errors import ConfigError
 
@@ -26,6 +26,7 @@ CASES: Mapping[str, ModuleType] = {
     "saving": saving,
     "stash": stash,
     "stash_step": stash_step,
+    "weights": weights,
 }
 MOST_REPEATS = 10_000
 

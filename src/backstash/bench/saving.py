@@ -7,10 +7,14 @@ A quantized value is asked to hand out its buffers, and later to take them back;
 it is empty, so this loop cannot be used twice on one value as ours can.
 
 Both are on the path of every module, once in forward and once in backward.
+
+One row has another yardstick.  Saving asks every tensor whether it is a distributed weight,
+which must cost a plain one nothing, so it is timed against itself without the question.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +26,11 @@ from torch import Tensor
 from backstash.bench.record import Row
 from backstash.bench.timing import time_pair
 from backstash.formats import MXFP8, Usage
-from backstash.saving import prepare_for_saving, restore_from_saved
+from backstash.saving import prepare_for_saving, records, restore_from_saved
+
+EXPERTS = 32
+# What saving asks the tensors that are no parameters.
+QUESTION = '[1 for value in tensors if hasattr(value, "is_distributed_weight")]'
 
 
 def measure(repeats: int) -> list[Row]:
@@ -33,7 +41,47 @@ def measure(repeats: int) -> list[Row]:
         check_outputs(values, theirs)
         pair = time_pair(_round_trip_ours(values), _round_trip_loop(theirs), repeats)
         rows.append(Row(case="saving", what=what, values=len(values), target=target, pair=pair))
-    return rows
+    return [*rows, measure_question(repeats)]
+
+
+def measure_question(repeats: int) -> Row:
+    """Time saving the values of plain weights against the same code that asks nothing."""
+    values = grouped_values(torch.nn.Parameter)
+    unasked = _round_trip(without_question(), values)
+    check_same(values, unasked())
+    return Row(
+        case="saving",
+        what="the same, plain, against no question asked",
+        values=len(values),
+        target=1.05,
+        pair=time_pair(_round_trip_ours(values), unasked, repeats),
+    )
+
+
+def without_question() -> Callable[..., Any]:
+    """``prepare_for_saving`` from its own source, without the question.
+
+    Raises:
+        RuntimeError: The source does not ask it in the words known here.
+    """
+    source = inspect.getsource(prepare_for_saving)
+    if QUESTION not in source:
+        raise RuntimeError(f"prepare_for_saving does not ask {QUESTION}; nothing is timed")
+    namespace = dict(vars(records))
+    exec(source.replace(QUESTION, "False"), namespace)
+    return namespace[prepare_for_saving.__name__]
+
+
+class Shard(torch.nn.Parameter):
+    """A distributed weight of another library; to be saved it is asked for its marker alone."""
+
+    is_distributed_weight = True
+
+
+def grouped_values(weight: Callable[[Tensor], Tensor]) -> list[Any]:
+    """What a grouped linear layer saves: its rows, a weight an expert, and where groups end."""
+    weights = [weight(torch.randn(4, 4)) for _ in range(EXPERTS)]
+    return [torch.randn(64, 4), *weights, torch.arange(EXPERTS, dtype=torch.int32)]
 
 
 def value_sets() -> list[tuple[str, list[Any], float | None]]:
@@ -53,6 +101,8 @@ def value_sets() -> list[tuple[str, list[Any], float | None]]:
         ("8 MXFP8 tensors", quantized, None),
         ("128 plain tensors", plain(128), 1 / 3),
         ("256 plain tensors", plain(256), 1 / 3),
+        ("grouped linear, 32 plain weights", grouped_values(torch.nn.Parameter), None),
+        ("the same, 32 distributed weights", grouped_values(Shard), None),
     ]
 
 
@@ -82,9 +132,18 @@ def check_outputs(values: Sequence[Any], theirs: Sequence[Any]) -> None:
     Raises:
         RuntimeError: They do not; a timing would mean nothing.
     """
-    restored = zip(values, _round_trip_ours(values)(), _round_trip_loop(theirs)(), strict=True)
-    for i, (value, ours, loop) in enumerate(restored):
-        if not (_same(value, ours) and _same(value, loop)):
+    check_same(values, _round_trip_ours(values)())
+    check_same(values, _round_trip_loop(theirs)())
+
+
+def check_same(values: Sequence[Any], restored: Sequence[Any]) -> None:
+    """Refuse to time what does not give the values back.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    for i, (value, came) in enumerate(zip(values, restored, strict=True)):
+        if not _same(value, came):
             raise RuntimeError(f"value {i} did not come back as it was saved; nothing is timed")
 
 
@@ -136,8 +195,12 @@ def loop_restore(objects: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
 
 
 def _round_trip_ours(values: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    return _round_trip(prepare_for_saving, values)
+
+
+def _round_trip(prepare: Callable[..., Any], values: Sequence[Any]) -> Callable[[], Sequence[Any]]:
     def run() -> Sequence[Any]:
-        tensors, records = prepare_for_saving(*values)
+        tensors, records = prepare(*values)
         return restore_from_saved(records, tensors)
 
     return run

@@ -49,7 +49,7 @@ def time_pair(ours: Callable[[], object], theirs: Callable[[], object], repeats:
     finally:
         if was_collecting:
             gc.enable()
-    return _pair(turns)
+    return pair_of_turns(turns)
 
 
 def time_gpu_pair(
@@ -76,19 +76,11 @@ def time_gpu_pair(
             times[i] = start.elapsed_time(end) * 1000
         turns.append((times[0], times[1]))
         between()
-    return _pair(turns[2:])  # the first two warm up
+    return pair_of_turns(turns[2:])  # the first two warm up
 
 
-def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def _pair(turns: list[tuple[float, float]]) -> Pair:
+def pair_of_turns(turns: list[tuple[float, float]]) -> Pair:
+    """Medians and quartiles of (ours, theirs) in microseconds, one a turn."""
     ratios = sorted(first / second for first, second in turns)
     return Pair(
         ours_us=statistics.median(first for first, _ in turns),
@@ -98,6 +90,15 @@ def _pair(turns: list[tuple[float, float]]) -> Pair:
         ratio_high=ratios[(3 * len(ratios)) // 4],
         repeats=len(turns),
     )
+
+
+def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
 
 
 def _calls_that_fill(function: Callable[[], object]) -> int:
