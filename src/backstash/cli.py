@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[name](rest)
     except BackstashError as error:
-        print(f"backstash {name}: {error}", file=sys.stderr)
+        print(f"backstash {name}{_which_rank()}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | DeviceError) else 1
     except KeyboardInterrupt:
         print(f"backstash {name}: interrupted", file=sys.stderr)
@@ -71,13 +71,16 @@ def train(arguments: Sequence[str]) -> int:
     config = _train_config("train", arguments)
     session = importlib.import_module("backstash.train.session")
     outcome: Outcome = session.train(config)
+    is_first = outcome.trainer.ranks.is_first
     if outcome.ending is session.Ending.STOPPED:
-        print(
-            f"stopped after step {outcome.trainer.finished_steps}; go on with: "
-            f"backstash train --resume {config.run}"
-        )
+        if is_first:
+            print(
+                f"stopped after step {outcome.trainer.finished_steps}; go on with: "
+                f"backstash train --resume {config.run}"
+            )
         return 0 if outcome.trainer.finished_steps == config.stop_after else _INTERRUPTED
-    _finish(outcome)
+    if is_first:
+        _finish(outcome)
     return 0
 
 
@@ -189,6 +192,15 @@ def _base_config(preset_name: str | None, resumed: str | None) -> TrainConfig:
         return dataclasses.replace(folder.read_config(), stop_after=None)
     # An unknown name is refused by tyro, with the names there are.
     return presets.preset(preset_name) if preset_name in presets.PRESETS else TrainConfig()
+
+
+def _which_rank() -> str:
+    """Say which of several processes speaks; all of them write to one terminal."""
+    try:
+        launch = device.launch_environment()
+    except ConfigError:
+        return ""
+    return f" (rank {launch.rank} of {launch.world_size})" if launch.world_size > 1 else ""
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:

@@ -174,12 +174,14 @@ class TrainConfig:
     """Bytes of its pool in host memory, in whole pages, for what the device has no room for."""
     stash_page_bytes: int = 65536
     """Bytes of a page; smaller buffers are not stashed."""
+    shard_weights: bool = False
+    """Train one model on all processes that torchrun started, each with a part of the weights."""
     seed: int = 0
     """Seed of the weights and of the order of the text."""
     steps: int = 1000
     """Optimizer steps in all."""
     batch: int = 16
-    """Sequences in one forward pass."""
+    """Sequences in one forward pass, of all processes together."""
     accumulate: int = 1
     """Forward and backward passes in one optimizer step."""
     evaluate_every: int = 100
@@ -217,6 +219,7 @@ class TrainConfig:
         check_instance(self, "data", Path | None)
         check_instance(self, "tokenizer", Path | None)
         check_instance(self, "account", bool)
+        check_instance(self, "shard_weights", bool)
         check_instance(self, "model", ModelConfig)
         check_instance(self, "optimizer", OptimizerConfig)
         check_instance(self, "stash", bool)

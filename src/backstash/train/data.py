@@ -188,8 +188,18 @@ class Batches:
     The state is one tensor (:meth:`state`, :meth:`set_state`): where the draws have got to.
     """
 
-    def __init__(self, tokens: np.ndarray, *, batch: int, context: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        batch: int,
+        context: int,
+        seed: int,
+        part: slice = slice(None),
+    ) -> None:
+        """Start at the first batch; ``part`` of each is what :meth:`draw` returns."""
         self._tokens = tokens
+        self._part = part
         self._batch = batch
         self._context = context
         self._generator = torch.Generator().manual_seed(seed)
@@ -198,7 +208,7 @@ class Batches:
         """Return the next inputs and targets, each ``(B, S)`` in int64 on the CPU."""
         highest = len(self._tokens) - self._context
         starts_B = torch.randint(highest, (self._batch,), generator=self._generator)
-        return windows(self._tokens, starts_B.tolist(), self._context)
+        return windows(self._tokens, starts_B[self._part].tolist(), self._context)
 
     def state(self) -> Tensor:
         """Return the position as a new uint8 tensor."""

@@ -33,6 +33,7 @@ from .loop import Trainer
 from .model import Decoder
 from .plain import PlainDecoder
 from .session import Outcome
+from .shards import count_parameters
 from .tokenizer import open_tokenizer
 
 Batch = tuple[Tensor, Tensor]
@@ -86,7 +87,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "preactivation": trainer.config.preactivation,
         "dtype": trainer.config.dtype,
         "device": str(trainer.device),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": count_parameters(trainer.model),
         "loss_first": evaluated[0] if evaluated else None,
         "loss_last": evaluated[-1] if evaluated else None,
         "loss_unigram": outcome.loss_unigram,

@@ -10,6 +10,9 @@ out of memory half way cannot be taken back: that needs a second copy of all wei
 
 The same list of tensors, with the weights, is a checkpoint.  So a run that resumes has no
 state that the run it continues did not have.
+
+With several ranks (:mod:`backstash.train.ranks`) each owns its shards of it, and what is
+measured is that of all of them; every rank calls every method.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backstash.device import default_device
@@ -32,6 +36,7 @@ from .data import Batches, Corpus, held_out_batches
 from .metrics import StashMetrics, StepMetrics, peak_memory_bytes
 from .model import Decoder
 from .optimizer import Optimizer, learning_rate
+from .ranks import Ranks, own_device
 from .stash import StashGauge, open_stash
 from .state import Checkpoint
 
@@ -40,6 +45,7 @@ _FREE_ON_RESUME = frozenset(
     {"run", "start", "data", "tokenizer", "device", "save_every", "keep_checkpoints", "log_every"}
     | {"steps", "stop_after", "account", "evaluate_every", "evaluate_batches"}
     | {"stash", "stash_bytes", "stash_host_bytes", "stash_page_bytes"}
+    | {"shard_weights"}
 )
 
 
@@ -75,20 +81,29 @@ class _Pass(NamedTuple):
 class Trainer:
     """A model that learns from a corpus as a config says."""
 
-    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, ranks: Ranks | None = None) -> None:
         self.config = config
         self.corpus = corpus
-        self.device = open_device(config.device)
+        self.ranks = ranks or Ranks()
+        is_alone = self.ranks.size == 1
+        self.device = open_device(config.device) if is_alone else own_device(config.device)
         self.finished_steps = 0
         torch.manual_seed(config.seed)
         # Made on the CPU: a seed gives the same weights wherever the model then runs.
-        self.model = make_model(config).to(self.device)
+        self.model = make_model(config, self.ranks.counting).to(self.device)
+        self._shards = self.ranks.shard(self.model)
         self.stash = open_stash(config, self.device) if config.stash else None
         self._gauge = None if self.stash is None else StashGauge(self.stash)
-        self._optimizer = Optimizer(self.model, config.optimizer, steps=config.steps)
+        self._optimizer = Optimizer(
+            self.model, config.optimizer, steps=config.steps, shards=self._shards
+        )
         self._recipe = config.formats
         self._batches = Batches(
-            corpus.train_tokens, batch=config.batch, context=config.model.context, seed=config.seed
+            corpus.train_tokens,
+            batch=config.batch,
+            context=config.model.context,
+            seed=config.seed,
+            part=self.ranks.part(config.batch),
         )
 
     def step(self) -> StepMetrics:
@@ -105,12 +120,12 @@ class Trainer:
             # The host waits for the stash's counters, so they are read once a step.
             gauges = [None] * (self.config.accumulate - 1) + [self._gauge]
             passes = [self._forward_backward(meter, gauge) for gauge in gauges]
-            loss = torch.stack([one.loss for one in passes]).mean()
+            loss = self.ranks.mean(torch.stack([one.loss for one in passes]).mean())
             norm = self._optimizer.gradient_norm()
             _check_finite(loss, norm, self.finished_steps + 1)
             self._optimizer.step(self.finished_steps, norm)
             self.model.balance_()
-        loads_LE = torch.stack([one.counts_LE for one in passes]).sum(0)
+        loads_LE = self.ranks.total(torch.stack([one.counts_LE for one in passes]).sum(0))
         self.finished_steps += 1
         rate = learning_rate(self.finished_steps - 1, self.config.steps, self.config.optimizer)
         return StepMetrics(
@@ -145,20 +160,27 @@ class Trainer:
             context=config.model.context,
             batches=config.evaluate_batches,
         )
+        part = self.ranks.part(config.batch)
         self.model.eval()
         try:
             with torch.no_grad(), autocast(recipe=self._recipe):
                 losses = [
-                    self.model.loss(tokens_BS.to(self.device), targets_BS.to(self.device)).total
+                    self.model.loss(
+                        tokens_BS[part].to(self.device), targets_BS[part].to(self.device)
+                    ).total
                     for tokens_BS, targets_BS in batches
                 ]
         finally:
             self.model.train()
-        return torch.stack(losses).double().mean().item()
+        return self.ranks.mean(torch.stack(losses).double().mean()).item()
 
     def checkpoint(self) -> Checkpoint:
-        """Return the state of the run; the tensors are the live ones, so write them at once."""
-        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        """Return the state of the run; the tensors are the live ones, so write them at once.
+
+        That of the first rank is whole, however many there are.
+        """
+        state = self.model.state_dict().items()
+        tensors = {f"model.{name}": self._shards.whole(name, t) for name, t in state}
         tensors |= {f"optimizer.{name}": t for name, t in self._optimizer.state().items()}
         tensors |= {f"random.{name}": t for name, t in self._random_state().items()}
         facts = {
@@ -222,7 +244,7 @@ class Trainer:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
-def make_model(config: TrainConfig) -> Decoder:
+def make_model(config: TrainConfig, counting: dist.ProcessGroup | None = None) -> Decoder:
     """Return a new model as the config says, on the CPU."""
     formats = config.formats
     learns = any(f.stateful for f in (formats.input, formats.weight, formats.gradient))
@@ -232,6 +254,7 @@ def make_model(config: TrainConfig) -> Decoder:
         recompute=config.recompute,
         save_original_input=not learns,
         loss_scale=1 / config.accumulate,
+        counting=counting,
     )
 
 
@@ -280,7 +303,8 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     wrong = sorted(fixed ^ set(own)) or [
         name
         for name, tensor in own.items()
-        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype
+        # The shape of a shard is that of its rows, its size() that of the whole.
+        if saved[name].size() != tensor.size() or saved[name].dtype != tensor.dtype
     ]
     if wrong:
         raise CheckpointError(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -50,6 +51,7 @@ class Decoder(nn.Module):
             which keeps it anyway; not for recipes that learn their scales.
         loss_scale: what the loss will be multiplied with before its backward; the routers'
             own losses are multiplied with it too.
+        counting: ranks over whose tokens the routers keep the experts equally busy.
     """
 
     table_2SD: Tensor
@@ -62,13 +64,14 @@ class Decoder(nn.Module):
         recompute: Recompute = "none",
         save_original_input: bool = True,
         loss_scale: float = 1.0,
+        counting: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.recompute: Recompute = recompute
         self.embedding = nn.Embedding(config.vocabulary, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(
-            Layer(config, dtype=dtype, save_original_input=save_original_input)
+            Layer(config, counting, dtype=dtype, save_original_input=save_original_input)
             for _ in range(config.layers)
         )
         for moe in self.mixtures():
@@ -128,7 +131,12 @@ class Layer(nn.Module):
     """Attention and experts, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, save_original_input: bool
+        self,
+        config: ModelConfig,
+        counting: dist.ProcessGroup | None = None,
+        *,
+        dtype: torch.dtype,
+        save_original_input: bool,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.kv_heads
@@ -157,7 +165,9 @@ class Layer(nn.Module):
             config.top_k,
             shared_ffn_hidden_size=config.shared_width,
             router=RouterConfig(
-                bias_update_speed=config.balance_speed, aux_loss_weight=config.balance_loss
+                bias_update_speed=config.balance_speed,
+                aux_loss_weight=config.balance_loss,
+                group=counting,
             ),
             dispatcher=Local(capacity_factor=config.capacity_factor),
             dtype=dtype,

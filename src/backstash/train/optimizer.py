@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from backstash.errors import CheckpointError
 
 from .config import OptimizerConfig
+from .shards import Shards
 
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -42,8 +43,17 @@ class Optimizer:
     has changed, so :meth:`drop_gradients` takes a step back whole.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        *,
+        steps: int,
+        shards: Shards | None = None,
+    ) -> None:
+        """Take over the parameters of a model, of which ``shards`` may be on other ranks."""
         self._config = config
+        self._shards = shards or Shards()
         self._steps = steps
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
@@ -71,8 +81,8 @@ class Optimizer:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together, on their device."""
-        return torch.nn.utils.get_total_norm(
-            [m.grad for m in self._masters.values() if m.grad is not None]
+        return self._shards.norm(
+            {name: m.grad for name, m in self._masters.items() if m.grad is not None}
         )
 
     def step(self, step: int, gradient_norm: Tensor) -> None:
@@ -95,13 +105,16 @@ class Optimizer:
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return every tensor that the next step depends on, by the name of its weight."""
+        """Return every tensor that the next step depends on, by the name of its weight.
+
+        All ranks call it; tensors are whole on the first one (:meth:`Shards.whole`).
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._weights[name]:
-                tensors[f"master.{name}"] = master.detach()
+                tensors[f"master.{name}"] = self._shards.whole(name, master.detach())
             for key, value in self._adam.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+                tensors[f"{key}.{name}"] = self._shards.whole(name, value)
         return tensors
 
     def set_state(self, tensors: dict[str, Tensor]) -> None:
@@ -122,11 +135,10 @@ class Optimizer:
             for name, master in self._masters.items():
                 if not tensors:
                     continue
-                self._adam.state[master] = {
-                    key: _placed(tensors[f"{key}.{name}"], key, master) for key in _ADAM_STATE
-                }
+                parts = {k: self._shards.part(name, tensors[f"{k}.{name}"]) for k in _ADAM_STATE}
+                self._adam.state[master] = {k: _placed(v, k, master) for k, v in parts.items()}
                 if master is not self._weights[name]:
-                    master.copy_(tensors[f"master.{name}"])
+                    master.copy_(self._shards.part(name, tensors[f"master.{name}"]))
 
 
 def _master(weight: nn.Parameter) -> Tensor:

@@ -13,8 +13,12 @@ from .folder import RunFolder
 from .interrupt import Interrupt
 from .loop import Trainer
 from .metrics import MetricsLog, Output, StepMetrics, open_output, read_metrics
+from .ranks import Ranks, Silence, open_ranks
+from .shards import count_parameters
 from .state import read_checkpoint, write_checkpoint
 from .tokenizer import open_tokenizer
+
+Log = MetricsLog | Silence
 
 
 class Ending(enum.Enum):
@@ -61,17 +65,26 @@ def train(config: TrainConfig, output: Output | None = None) -> Outcome:
     """Train as the config says, in its run folder.
 
     The text is read and the model is made before the folder is touched, so a mistake in the
-    config costs no earlier run.
+    config costs no earlier run.  Started by ``torchrun`` with ``shard_weights``, all processes
+    train one model, and the first one writes the files and speaks.
 
     Raises:
         ConfigError, DataError, DeviceError: the run cannot start.
         CheckpointError: it cannot be resumed, or a checkpoint cannot be written.
         NonFiniteError: a step diverged.
+        PeerError: another process of the run failed or is gone.
     """
+    with open_ranks(config) as ranks:
+        return train_on(ranks, config, output)
+
+
+def train_on(ranks: Ranks, config: TrainConfig, output: Output | None = None) -> Outcome:
+    """Train as :func:`train` does, on ranks that have met already; all of them call it."""
+    ranks.check(config)
     folder = RunFolder(config.run)
     folder.check(config.start)
     corpus = open_corpus(config)
-    trainer = Trainer(config, corpus)
+    trainer = Trainer(config, corpus, ranks)
     if config.start == "resume":
         trainer.restore(read_checkpoint(folder.newest_checkpoint()))
         if trainer.finished_steps > config.steps:
@@ -79,23 +92,42 @@ def train(config: TrainConfig, output: Output | None = None) -> Outcome:
                 f"steps has to be at least {trainer.finished_steps}, which the run has finished "
                 f"already, got {config.steps}; pass --steps {2 * trainer.finished_steps} to go on"
             )
-    folder.prepare(config.start)
-    folder.write_config(config)
+    ranks.first_does(lambda: _begin(folder, config))
     unigram = unigram_loss(corpus, config.model.vocabulary)
-    output = output or open_output(steps=config.steps, log_every=config.log_every)
-    log = MetricsLog(folder.metrics, folder.tensorboard, last_step=trainer.finished_steps)
+    if ranks.is_first:
+        output = output or open_output(steps=config.steps, log_every=config.log_every)
+        log = MetricsLog(folder.metrics, folder.tensorboard, last_step=trainer.finished_steps)
+    else:
+        output = log = Silence()
     try:
         _say_start(output, trainer, unigram)
         ending = _steps(trainer, folder, log, output)
     finally:
         log.close()
         output.close()
+    if config.account and ranks.size > 1 and ending is Ending.FINISHED:
+        trainer = _alone(trainer)
     return Outcome(trainer=trainer, folder=folder, ending=ending, loss_unigram=unigram)
+
+
+def _alone(trainer: Trainer) -> Trainer:
+    """On the first rank, one with all weights that needs the others no more."""
+    checkpoint = trainer.checkpoint()
+    if not trainer.ranks.is_first:
+        return trainer
+    alone = Trainer(trainer.config, trainer.corpus)
+    alone.restore(checkpoint)
+    return alone
+
+
+def _begin(folder: RunFolder, config: TrainConfig) -> None:
+    folder.prepare(config.start)
+    folder.write_config(config)
 
 
 def _say_start(output: Output, trainer: Trainer, unigram: float) -> None:
     corpus = trainer.corpus
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = count_parameters(trainer.model)
     left_out = f", {corpus.left_out} files left out (no text)" if corpus.left_out else ""
     output.say(
         f"{corpus.documents} documents, {len(corpus.train_tokens):,} tokens to train on, "
@@ -105,12 +137,17 @@ def _say_start(output: Output, trainer: Trainer, unigram: float) -> None:
         f"{parameters:,} parameters on {trainer.device}, recipe {trainer.config.recipe}, "
         f"{trainer.config.dtype}"
     )
+    if trainer.ranks.size > 1:
+        output.say(
+            f"{trainer.ranks.size} ranks, {trainer.config.batch // trainer.ranks.size} sequences "
+            "of each batch on each"
+        )
     output.say(f"unigram entropy of the held-out text: {unigram:.3f} nats a token")
     if trainer.finished_steps:
         output.say(f"resumed after step {trainer.finished_steps}")
 
 
-def _steps(trainer: Trainer, folder: RunFolder, log: MetricsLog, output: Output) -> Ending:
+def _steps(trainer: Trainer, folder: RunFolder, log: Log, output: Output) -> Ending:
     config = trainer.config
     if trainer.finished_steps == 0:
         _report({"step": 0, "held_out_loss": trainer.evaluate()}, log, output)
@@ -119,14 +156,20 @@ def _steps(trainer: Trainer, folder: RunFolder, log: MetricsLog, output: Output)
             metrics = trainer.step()
             _report(_with_evaluation(metrics, trainer), log, output)
             is_last = metrics.step == config.steps
-            is_stop = interrupt.requested or metrics.step == config.stop_after
+            is_stop = (
+                trainer.ranks.on_any(flag=interrupt.requested) or metrics.step == config.stop_after
+            )
             if is_last or is_stop or metrics.step % config.save_every == 0:
-                write_checkpoint(
-                    folder.checkpoints, trainer.checkpoint(), keep=config.keep_checkpoints
-                )
+                _save(trainer, folder)
             if is_stop and not is_last:
                 return Ending.STOPPED
     return Ending.FINISHED
+
+
+def _save(trainer: Trainer, folder: RunFolder) -> None:
+    checkpoint = trainer.checkpoint()
+    keep = trainer.config.keep_checkpoints
+    trainer.ranks.first_does(lambda: write_checkpoint(folder.checkpoints, checkpoint, keep=keep))
 
 
 def _with_evaluation(metrics: StepMetrics, trainer: Trainer) -> dict[str, float]:
@@ -137,6 +180,6 @@ def _with_evaluation(metrics: StepMetrics, trainer: Trainer) -> dict[str, float]
     return record
 
 
-def _report(record: dict[str, float], log: MetricsLog, output: Output) -> None:
+def _report(record: dict[str, float], log: Log, output: Output) -> None:
     log.write(record)
     output.progress(record)
