@@ -243,7 +243,10 @@ def test_only_failures_of_a_collective_are_laid_on_a_peer() -> None:
 def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run two processes, and kill them all if they hang."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Whoever runs the tests may have named the sources relative to a folder other than this.
+    sources = str(Path(train_ranks.__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
     process = subprocess.Popen(
         [*command, "--nproc-per-node", "2", *words],
         cwd=folder,
