@@ -349,8 +349,7 @@ def test_threads_have_contexts_of_their_own() -> None:
     barrier = threading.Barrier(3)
     wrong: list[str] = []
 
-    def work(own: Keeper | None) -> None:
-        x, w = leaves()
+    def work(own: Keeper | None, x: Tensor, w: Tensor) -> None:
         for _ in range(20):
             barrier.wait()
             with shared, saving(own) if own else saving():
@@ -362,7 +361,8 @@ def test_threads_have_contexts_of_their_own() -> None:
 
     want = expected()
     own = [Keeper(), Keeper(), None]
-    threads = [threading.Thread(target=work, args=(k,)) for k in own]
+    # Drawn here: threads that seed the one generator draw each other's numbers.
+    threads = [threading.Thread(target=work, args=(k, *leaves())) for k in own]
     for thread in threads:
         thread.start()
     for thread in threads:
