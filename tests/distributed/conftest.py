@@ -1,4 +1,4 @@
-"""The processes of this session."""
+"""The processes of one test run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Several ranks train the model that one process trains, and a run changes between them.
 
-The numbers are compared on the processes of this session.  The command itself, and what it
+The numbers are compared on the processes of one test run.  The command itself, and what it
 does when a rank fails, needs processes of its own, started by ``torchrun``.
 """
 
