@@ -77,8 +77,8 @@ def test_a_pair_is_bit_equal_to_its_two_readings(name: str, size: tuple[int, int
     rows, kept = call.input_pair(x, keep=True)
     assert kept is not None
     assert torch.equal(rows, call.rows(Operand.INPUT, x))
-    assert torch.equal(call.kept_columns(kept), call.columns(Operand.INPUT, x))
-    assert torch.equal(call.kept_columns(kept), call.kept_columns(call.keep_columns(
+    assert torch.equal(call.kept_values(kept), call.columns(Operand.INPUT, x))
+    assert torch.equal(call.kept_values(kept), call.kept_values(call.keep_columns(
         Operand.INPUT, x)))  # fmt: skip
     dy_rows, dy_columns = call.gradient_pair(x)
     assert torch.equal(dy_rows, call.rows(Operand.GRADIENT, x))
@@ -129,7 +129,7 @@ def test_groups_are_read_each_on_its_own(name: str, capacity: int) -> None:
         mine = slice(end - COUNTS[g], end)
         assert torch.equal(rows[mine], alone.rows(Operand.INPUT, group))
         assert torch.equal(columns[mine], alone.columns(Operand.INPUT, group))
-        assert torch.equal(call.kept_columns(kept)[mine], columns[mine])
+        assert torch.equal(call.kept_values(kept)[mine], columns[mine])
 
 
 @each_recipe
@@ -144,7 +144,7 @@ def test_rows_past_the_end_change_nothing(name: str) -> None:
         rows, kept = call.input_pair(tensor, ends_G, keep=True)
         assert kept is not None
         pair = call.gradient_pair(tensor, ends_G)
-        results.append([t[: sum(COUNTS)] for t in (rows, call.kept_columns(kept), *pair)])
+        results.append([t[: sum(COUNTS)] for t in (rows, call.kept_values(kept), *pair)])
     assert all(map(torch.equal, *results))
 
 
@@ -179,7 +179,7 @@ def test_formats_that_differ_by_phase_are_each_used_in_theirs() -> None:
     assert isinstance(kept, QuantizedTensor)
     assert kept.format == bs.FLOAT8_CURRENT
     columns = bs.FLOAT8_CURRENT.quantize(x, usage=bs.Usage.COLUMNWISE)
-    assert torch.equal(call.kept_columns(kept), columns.dequantize())
+    assert torch.equal(call.kept_values(kept), columns.dequantize())
 
 
 def test_the_recipe_is_asked_with_the_role() -> None:

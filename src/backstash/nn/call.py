@@ -60,19 +60,15 @@ class Call:
         return self._read(operand, Phase.BACKWARD, x, self._column_usage, ends_G)
 
     def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
-        """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_columns`."""
+        """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_values`."""
         return self._keep(operand, x, self._column_usage, ends_G)
 
     def keep_preactivation(self, h: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of an activation's input; read with :meth:`kept_values`."""
         return self._keep(Operand.PREACTIVATION, h, Usage.ROWWISE, ends_G)
 
-    def kept_columns(self, kept: Kept) -> Tensor:
-        """The values that :meth:`keep_columns` or :meth:`input_pair` kept."""
-        return self.kept_values(kept)
-
     def kept_values(self, kept: Kept) -> Tensor:
-        """The values that were kept, whichever way."""
+        """The values that :meth:`keep_columns`, :meth:`input_pair` or the like kept."""
         data = kept.data if isinstance(kept, GroupedTensor) else kept
         return data.dequantize() if isinstance(data, QuantizedTensor) else data
 
