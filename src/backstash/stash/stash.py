@@ -132,13 +132,6 @@ class Stash:
                     expected.places += [region.place for region in part]
                     expected.batches += [batch] * len(part)
 
-    def _launches(self, regions: Sequence[Region]) -> Iterator[Sequence[Region]]:
-        """Regions that go together: one launch packs all of its buffers alike."""
-        for packing in Packing:
-            alike = [r for r in regions if Packing.of(r.view.dtype, self.compress) is packing]
-            for i in range(0, len(alike), MOST_BUFFERS):
-                yield alike[i : i + MOST_BUFFERS]
-
     def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
         self._offers += 1
@@ -199,7 +192,9 @@ class Stash:
             self._number = 0
             self.pool.adapt()
         account: Account | None = None
-        packing = Packing.of(regions[0].view.dtype, self.compress)
+        # One launch packs all of its buffers alike, and whole numbers must stay what they are.
+        packings = {Packing.of(region.view.dtype, self.compress) for region in regions}
+        packing = packings.pop() if len(packings) == 1 else Packing.BYTES
         if not self.is_unattended:
             worst = self.pool.pages_of(
                 [(region.place.nbytes, region.view.dtype) for region in regions], packing
