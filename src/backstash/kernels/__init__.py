@@ -86,6 +86,7 @@ from backstash.kernels.reference.pages import (
 )
 from backstash.kernels.reference.permute import permute, sort_by_expert, unpermute
 from backstash.kernels.reference.philox import draw_seed
+from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
 activate = by_device(activate, "activation")
@@ -129,6 +130,7 @@ rms_norm_backward = by_device(rms_norm_backward, "norm")
 row_amax = by_device(row_amax, "float8_rowwise", FLOAT8_GPU)
 scale_from_amax = by_device(scale_from_amax, "cast", FLOAT8_GPU)
 stash_pages = by_device(stash_pages, "pages")
+transpose_codes = by_device(transpose_codes, "transposition")
 unpermute = by_device(unpermute, "permutation")
 
 __all__ = [
@@ -200,5 +202,6 @@ __all__ = [
     "stash_mx_pages",
     "stash_pages",
     "table_length",
+    "transpose_codes",
     "unpermute",
 ]
