@@ -2,7 +2,7 @@
 
 A case compares outputs first, then times ours and a yardstick in the same run, prints the
 ratio first, and appends one JSON line a row, with machine, commit and versions, to a file
-named after the case.
+named after the case.  ``recipes`` is the one that times nothing: it compares losses.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from types import ModuleType
 
 import tyro
 
-from backstash.bench import cast, grouped_mm, moe, saving, stash, stash_step, weights
+from backstash.bench import cast, grouped_mm, moe, recipes, saving, stash, stash_step, weights
 from backstash.bench.record import append_rows
 from backstash.errors import ConfigError
 
-# A case is a file with measure(repeats) -> rows and show(rows).
+# A case is a file with measure(repeats) -> rows and show(rows); recipes are given the jobs.
 CASES: Mapping[str, ModuleType] = {
     "cast": cast,
     "grouped_mm": grouped_mm,
     "moe": moe,
+    "recipes": recipes,
     "saving": saving,
     "stash": stash,
     "stash_step": stash_step,
     "weights": weights,
 }
 MOST_REPEATS = 10_000
+MOST_JOBS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Options:
     """Measure one case, print its table, and append its rows to RESULTS/CASE.jsonl.
 
     Raises:
-        ConfigError: The case is unknown, or ``repeats`` is not positive.
+        ConfigError: The case is unknown, a count is not positive, or the case has no jobs.
     """
 
     case: tyro.conf.Positional[str]
@@ -45,13 +47,22 @@ class Options:
     results: Path = Path("bench/results")
     """Folder for the lines; it is made if it is not there."""
     repeats: int = 25
-    """How many pairs of timings the medians are taken over."""
+    """How many pairs of timings the medians are taken over; recipes take none."""
+    jobs: int = 1
+    """How many trainings run at once; recipes only."""
 
     def __post_init__(self) -> None:
         if self.case not in CASES:
             raise ConfigError(f"bench needs one of the cases {sorted(CASES)}, got {self.case!r}")
         if not 1 <= self.repeats <= MOST_REPEATS:
             raise ConfigError(f"bench needs 1 to {MOST_REPEATS} repeats, got {self.repeats}")
+        if not 1 <= self.jobs <= MOST_JOBS:
+            raise ConfigError(f"bench needs 1 to {MOST_JOBS} jobs, got {self.jobs}")
+        if self.jobs > 1 and self.case != "recipes":
+            raise ConfigError(
+                f"only recipes are compared {self.jobs} at once; timings of {self.case} would "
+                f"disturb each other, leave --jobs out"
+            )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,7 +88,7 @@ def run(options: Options) -> None:
         DataError: The results cannot be written.
     """
     case = CASES[options.case]
-    rows = case.measure(options.repeats)
+    rows = case.measure(options.jobs if case is recipes else options.repeats)
     case.show(rows)
     append_rows(options.results / f"{options.case}.jsonl", rows)
 

@@ -23,17 +23,23 @@ from backstash.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of a case: what was saved and restored, and how long it took."""
+class Result:
+    """One row of a case, and what was measured in it."""
 
     case: str
     what: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Result):
+    """One row of a case that times: how many values, and how long they took."""
+
     values: int
     target: float | None
     pair: Pair
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
+def append_rows(path: Path, rows: Sequence[Result]) -> None:
     """Append one line for each row; the folder is made if it is not there.
 
     Raises:
