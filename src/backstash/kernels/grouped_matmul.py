@@ -217,11 +217,17 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     ends_G = ends_G.clamp(0, rows).int()
     b_GJC = _pad(b_GJC.mT).mT if b_GJC.stride(1) == 1 else _pad(b_GJC)
     out_TC = F.grouped_mm(_pad(a_TJ), b_GJC, offs=ends_G)
+    zero_tail_(out_TC, ends_G)
+    return out_TC[:, :columns]
+
+
+def zero_tail_(y_TN: Tensor, ends_G: Tensor) -> None:
+    """Write zeros into the rows past the last group of a contiguous ``(T, N)``."""
+    rows, columns = y_TN.shape
     tile: dict[str, Any] = {"B": _ROWS, "BK": _COLUMNS}
     _zero_tail_kernel[(triton.cdiv(rows, _ROWS),)](
-        out_TC, ends_G, len(ends_G), rows, out_TC.shape[1], **tile
+        y_TN, ends_G, len(ends_G), rows, columns, **tile
     )
-    return out_TC[:, :columns]
 
 
 def _has_fast_mm(x: Tensor) -> bool:
