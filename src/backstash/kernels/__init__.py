@@ -86,6 +86,13 @@ from backstash.kernels.reference.pages import (
 )
 from backstash.kernels.reference.permute import permute, sort_by_expert, unpermute
 from backstash.kernels.reference.philox import draw_seed
+from backstash.kernels.reference.quantized_mm import (
+    Blocks,
+    Codes,
+    quantized_mm,
+    quantized_mm_dw,
+    quantized_mm_dx,
+)
 from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
@@ -142,6 +149,8 @@ __all__ = [
     "RECEIPT_HOST_SHIFT",
     "RECEIPT_OVERFLOW",
     "RECEIPT_PENDING",
+    "Blocks",
+    "Codes",
     "PoolState",
     "activate",
     "activate_backward",
@@ -189,6 +198,9 @@ __all__ = [
     "quantize_nvfp4_rows",
     "quantize_nvfp4_tiles",
     "quantize_scaled",
+    "quantized_mm",
+    "quantized_mm_dw",
+    "quantized_mm_dx",
     "release_pages",
     "restore_mx_pages",
     "restore_pages",

@@ -1,0 +1,213 @@
+"""Operands of products on codes, the products they stand for, and how far off a result may be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from backstash import kernels
+from backstash.kernels import Blocks, Codes
+
+ROWS, COLUMNS, TILES = Blocks.ROWS, Blocks.COLUMNS, Blocks.TILES
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a matrix is quantized: the name of a format and its options."""
+
+    format: str
+    code: torch.dtype = E4M3
+    power_of_two: bool = True
+    row_scaled: bool = False
+    is_rotated: bool = False
+
+
+KINDS = {
+    "mxfp8": Kind("mxfp8"),
+    "blocks": Kind("blocks"),
+    "blocks-float32-scales": Kind("blocks", power_of_two=False),
+    "blocks-e5m2": Kind("blocks", code=E5M2),
+    "nvfp4": Kind("nvfp4"),
+    "nvfp4-row-scaled": Kind("nvfp4", row_scaled=True),
+    "nvfp4-rotated": Kind("nvfp4", is_rotated=True),
+}
+Multiply = Callable[..., Tensor]
+by_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+by_tiles = pytest.mark.parametrize("weight_blocks", ["lines", "tiles"])
+
+
+def codes_of(kind: Kind, blocks: Blocks, x_MK: Tensor, ends_G: Tensor | None) -> Codes:
+    """``x_MK`` quantized along one direction, as an operand."""
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    if kind.format == "mxfp8":
+        if blocks is ROWS:
+            codes, scales = kernels.quantize_mx_rows(x_MK)
+        elif blocks is COLUMNS:
+            codes, scales = kernels.quantize_mx_columns(x_MK, ends_G)
+        else:
+            codes, scales = kernels.quantize_mx_tiles(x_MK, ends_G)
+        return Codes(codes.view(E4M3), scales, shape, blocks)
+    if kind.format == "blocks":
+        options = {"power_of_two": kind.power_of_two}
+        if blocks is ROWS:
+            codes, scales = kernels.quantize_block_rows(x_MK, kind.code, **options)
+        elif blocks is COLUMNS:
+            codes, scales = kernels.quantize_block_columns(x_MK, kind.code, ends_G, **options)
+        else:
+            codes, scales = kernels.quantize_block_tiles(x_MK, kind.code, ends_G, **options)
+        return Codes(codes.view(kind.code), scales, shape, blocks)
+    return _nvfp4_codes(kind, blocks, x_MK, ends_G)
+
+
+def _nvfp4_codes(kind: Kind, blocks: Blocks, x_MK: Tensor, ends_G: Tensor | None) -> Codes:
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    amax = kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
+    if blocks is TILES:
+        return Codes(*kernels.quantize_nvfp4_tiles(x_MK, amax, ends_G), shape, blocks, amax)
+    if blocks is ROWS:
+        amax = kernels.row_amax(x_MK) if kind.row_scaled else amax
+        return Codes(*kernels.quantize_nvfp4_rows(x_MK, amax, ends_G), shape, blocks, amax)
+    rotation = kernels.hadamard_matrix(x_MK.device) if kind.is_rotated else None
+    if rotation is not None:
+        amax = kernels.row_amax(kernels.rotated_column_amax(x_MK, rotation, ends_G)).flatten()
+    elif kind.row_scaled:
+        amax = kernels.column_amax(x_MK, ends_G)
+    codes, scales = kernels.quantize_nvfp4_columns(x_MK, amax, ends_G, rotation)
+    return Codes(codes, scales, shape, blocks, amax, kind.is_rotated)
+
+
+def values_of(operand: Codes, ends_G: Tensor | None) -> Tensor:
+    """What the codes stand for: the format's own dequantized float32 values, as float64."""
+    codes, scales, (rows, columns), blocks, amax, is_rotated = operand
+    wide = torch.float32
+    if amax is not None:
+        rotation = kernels.hadamard_matrix(codes.device) if is_rotated else None
+        values = {
+            ROWS: lambda: kernels.dequantize_nvfp4_rows(codes, scales, amax, columns, wide, ends_G),
+            COLUMNS: lambda: kernels.dequantize_nvfp4_columns(
+                codes, scales, amax, rows, wide, ends_G, rotation
+            ),
+            TILES: lambda: kernels.dequantize_nvfp4_tiles(
+                codes, scales, amax, columns, wide, ends_G
+            ),
+        }
+    elif scales.dtype is torch.float32:
+        code = codes.dtype
+        values = {
+            ROWS: lambda: kernels.dequantize_block_rows(codes, scales, code, wide),
+            COLUMNS: lambda: kernels.dequantize_block_columns(codes, scales, code, wide, ends_G),
+            TILES: lambda: kernels.dequantize_block_tiles(codes, scales, code, wide, ends_G),
+        }
+    else:
+        values = {
+            ROWS: lambda: kernels.dequantize_mx_rows(codes, scales, wide),
+            COLUMNS: lambda: kernels.dequantize_mx_columns(codes, scales, wide, ends_G),
+            TILES: lambda: kernels.dequantize_mx_tiles(codes, scales, wide, ends_G),
+        }
+    return values[blocks]().double()
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Two operands, and their product in float64 beside that of their magnitudes."""
+
+    multiply: Multiply
+    a: Codes
+    b: Codes
+    ends_G: Tensor | None
+    exact: Tensor
+    magnitude: Tensor
+    terms: int
+
+
+def products(
+    kind: Kind, counts: list[int] | int, sizes: tuple[int, int], weight_blocks: str, tail: int = 7
+) -> list[Product]:
+    """``y``, ``dx`` and ``dw`` of groups with ``counts`` rows, or of one matrix; tails are NaN."""
+    N, K = sizes
+    grouped = not isinstance(counts, int)
+    spans = _spans(counts)
+    T = spans[-1][1] + (tail if grouped else 0)
+    groups = len(spans)
+    ends_G = torch.tensor([end for _, end in spans]).int() if grouped else None
+    weight_ends_G = (N * torch.arange(1, groups + 1)).int() if grouped else None
+    x, dy = spread(T, K), spread(T, N)
+    w = spread(groups * N, K)
+    for value in (x, dy):
+        value[spans[-1][1] :] = torch.nan
+    w_rows, w_columns = (ROWS, COLUMNS) if weight_blocks == "lines" else (TILES, TILES)
+    plain = dataclasses.replace(kind, code=E4M3, row_scaled=False, is_rotated=False)
+    x_rows = codes_of(plain, ROWS, x, ends_G)
+    dy_rows = codes_of(kind, ROWS, dy, ends_G)
+    x_columns = codes_of(dataclasses.replace(kind, code=E4M3), COLUMNS, x, ends_G)
+    dy_columns = codes_of(kind, COLUMNS, dy, ends_G)
+    w_y = codes_of(plain, w_rows, w, weight_ends_G)
+    w_dx = codes_of(plain, w_columns, w, weight_ends_G)
+
+    def product(
+        multiply: Multiply, a: Codes, b: Codes, of_values: Multiply, b_ends_G: Tensor | None
+    ) -> Product:
+        a_values, b_values = values_of(a, ends_G), values_of(b, b_ends_G)
+        exact = of_values(a_values, b_values)
+        magnitude = of_values(a_values.abs(), b_values.abs())
+        terms = {kernels.quantized_mm: K, kernels.quantized_mm_dx: N}.get(multiply, T)
+        return Product(multiply, a, b, ends_G, exact, magnitude, terms)
+
+    def rows_by_weight(a_TJ: Tensor, w_GJC: Tensor) -> Tensor:
+        out = a_TJ.new_zeros(T, w_GJC.shape[2])
+        for (start, end), w_JC in zip(spans, w_GJC, strict=True):
+            out[start:end] = a_TJ[start:end] @ w_JC
+        return out
+
+    def y_TN(x_TK: Tensor, w_MK: Tensor) -> Tensor:
+        return rows_by_weight(x_TK, w_MK.view(groups, N, K).mT)
+
+    def dx_TK(dy_TN: Tensor, w_MK: Tensor) -> Tensor:
+        return rows_by_weight(dy_TN, w_MK.view(groups, N, K))
+
+    def dw_GNK(dy_TN: Tensor, x_TK: Tensor) -> Tensor:
+        dw = torch.stack([dy_TN[start:end].t() @ x_TK[start:end] for start, end in spans])
+        return dw if grouped else dw[0]
+
+    return [
+        product(kernels.quantized_mm, x_rows, w_y, y_TN, weight_ends_G),
+        product(kernels.quantized_mm_dx, dy_rows, w_dx, dx_TK, weight_ends_G),
+        product(kernels.quantized_mm_dw, dy_columns, x_columns, dw_GNK, ends_G),
+    ]
+
+
+def _spans(counts: list[int] | int) -> list[tuple[int, int]]:
+    counts = [counts] if isinstance(counts, int) else counts
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def spread(rows: int, columns: int) -> Tensor:
+    """Random values; rows and columns span a few powers of two, so that blocks differ."""
+    powers = torch.randint(-4, 4, (rows, 1)) + torch.randint(-4, 4, (1, columns))
+    return torch.randn(rows, columns) * torch.exp2(powers.float())
+
+
+def assert_product(got: Tensor, product: Product, unit: float = 2.0**-24) -> None:
+    """Within one rounding to the result's dtype and a sum whose additions err by ``unit``.
+
+    A float32 sum of n products of two rounded factors is off by at most ``(n + 2) unit`` of
+    the sum of the magnitudes, to first order; the result itself by half a unit in its last
+    place, or by half the smallest subnormal.
+    """
+    assert got.shape == product.exact.shape
+    numbers = torch.finfo(got.dtype)
+    sum_error = (product.terms + 2) * unit * product.magnitude
+    rounding = numbers.eps / 2 * (product.exact.abs() + sum_error)
+    allowed = sum_error + rounding + numbers.smallest_normal * numbers.eps / 2
+    error = (got.cpu().double() - product.exact).abs()
+    assert bool((error <= allowed).all()), (
+        f"{int((~(error <= allowed)).sum())} of {error.numel()} values of "
+        f"{product.multiply.__name__} are off by up to {(error / allowed).max():.2f} of what "
+        f"rounding explains"
+    )
