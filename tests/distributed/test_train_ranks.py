@@ -23,6 +23,8 @@ from safetensors.torch import load_file
 
 from backstash.device import LaunchEnvironment
 from backstash.errors import CheckpointError, ConfigError, DeviceError, PeerError
+from backstash.formats import FLOAT8_DELAYED
+from backstash.nn.module import scaling_state
 from backstash.train import metrics
 from backstash.train import ranks as train_ranks
 from backstash.train.config import TrainConfig
@@ -107,6 +109,30 @@ def test_two_ranks_have_the_losses_of_one_in_bfloat16(ranks: Pool, tmp_path: Pat
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE["bfloat16"])
 
 
+def check_learnt(group: dist.ProcessGroup, config: TrainConfig) -> tuple[list[float], list[Any]]:
+    """The losses, and the scales that this rank has learnt."""
+    outcome = _train(Ranks.of(group, group), config)
+    learnt = scaling_state(outcome.trainer.model).items()
+    scales = [(name, scaling.scale_G.tolist()) for name, scaling in learnt]
+    return [record["loss"] for record in outcome.records if "loss" in record], scales
+
+
+def test_all_ranks_learn_the_same_scales_and_those_of_one(ranks: Pool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, recipe="float8_delayed")
+    (losses, scales), other = ranks.run(check_learnt, config)
+    assert other == (losses, scales)
+    one = dataclasses.replace(config, run=tmp_path / "one", shard_weights=False)
+    alone = _train(Ranks(), one).trainer
+    wanted = [record["loss"] for record in metrics.read_metrics(one.run / "metrics.jsonl") if "loss" in record]
+    assert losses == pytest.approx(wanted, rel=FLOAT8_DELAYED.rtol)
+    of_inputs = {name: scale for name, scale in scales if name.endswith("input")}
+    assert of_inputs
+    for name, scaling in scaling_state(alone.model).items():
+        if name in of_inputs:
+            got = torch.tensor(of_inputs[name])
+            torch.testing.assert_close(got, scaling.scale_G, rtol=FLOAT8_DELAYED.rtol, atol=0)
+
+
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_of_two_ranks_goes_on_with_another_number(
@@ -188,13 +214,6 @@ def test_what_the_first_rank_cannot_write_ends_all(ranks: Pool) -> None:
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"multiple of the 3 ranks.* got 4; pass --batch 6"):
         Ranks(size=3).check(config_of(tmp_path))
-
-
-def test_a_recipe_that_learns_scales_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, recipe="float8_delayed")
-    Ranks().check(config)
-    with pytest.raises(ConfigError, match="learns its scales from the tensors of one process"):
-        Ranks(size=2).check(config)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:

@@ -4,6 +4,10 @@
 scaling is given a scale learnt from earlier tensors, so the cast needs no pass over the
 data first; the learning is in ``backstash.recipes.scaling``.  One set of codes serves both
 directions, because the scale does not depend on one.
+
+Processes that hold parts of one tensor name their group (``amax_group``): the largest magnitude
+is then that of all parts, found when a tensor is quantized (current) or when a step is learnt
+from (delayed).  A file does not hold the group.
 """
 
 from __future__ import annotations
@@ -34,11 +38,18 @@ class _Float8(Format):
     """What both scalings share: the buffers, and how they are read."""
 
     code: Code = Code.E4M3
+    amax_group: Any = None
 
     any_view: ClassVar[bool] = True
+    unstored: ClassVar[tuple[str, ...]] = ("amax_group",)
 
     def __post_init__(self) -> None:
         check_code(self.code)
+        if self.amax_group is not None and not _is_group(self.amax_group):
+            raise RecipeError(
+                f"amax_group must be a process group of torch.distributed, got "
+                f"{self.amax_group!r}; use None to look at this process's tensor alone"
+            )
 
     @property
     def tolerance(self) -> tuple[float, float]:
@@ -74,25 +85,18 @@ class Float8Current(_Float8):
 
     ``epsilon`` is the least magnitude taken for the largest; ``power_of_two`` makes scaling
     exact at the cost of up to one bit of range.  With an ``amax_group`` the largest magnitude
-    is that of all its processes, each of which must quantize then; a file does not hold it.
+    is that of all its processes, each of which must quantize then.
     """
 
     power_of_two: bool = False
     epsilon: float = 0.0
-    amax_group: Any = None
 
     name: ClassVar[str] = "float8_current"
-    unstored: ClassVar[tuple[str, ...]] = ("amax_group",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_epsilon(self.epsilon)
         check_flags(self, "power_of_two")
-        if self.amax_group is not None and not _is_group(self.amax_group):
-            raise RecipeError(
-                f"amax_group must be a process group of torch.distributed, got "
-                f"{self.amax_group!r}; use None to look at this process's tensor alone"
-            )
 
     def encode(
         self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
@@ -115,7 +119,8 @@ class Float8Delayed(_Float8):
 
     ``history`` is how many steps are remembered, ``margin`` how many powers of two are left
     above the largest magnitude seen, and ``most_recent`` takes the last step's instead of
-    the largest of all.
+    the largest of all.  With an ``amax_group`` a step's largest magnitude is that of all its
+    processes, each of which must make the same calls in the same order; to quantize asks nobody.
     """
 
     history: int = 1024

@@ -57,10 +57,13 @@ class _Float8Delayed(_Named):
     history: int = 1024
     margin: int = 0
     most_recent: bool = False
+    amax_group: Any = None
 
     def formats(self) -> tuple[Format, ...]:
-        forward = dataclasses.replace(FLOAT8_DELAYED, **vars(self))
-        return forward, forward, dataclasses.replace(forward, code=Code.E5M2)
+        input = dataclasses.replace(FLOAT8_DELAYED, **vars(self))
+        # As above: processes that share rows of one input have the same weight.
+        weight = dataclasses.replace(input, amax_group=None)
+        return input, weight, dataclasses.replace(input, code=Code.E5M2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,10 +155,10 @@ def recipe(name: str, **options: Any) -> Recipe:
         name: One of :func:`recipe_names`.
         options: Fields of :class:`Recipe` but its name, and what the formats can vary:
             ``power_of_two`` and ``epsilon`` for ``float8_current``, ``float8_rowwise`` and
-            ``float8_block``; ``amax_group`` for ``float8_current``; ``history``, ``margin`` and
-            ``most_recent`` for ``float8_delayed``; ``two_d`` (tiles for weights) for
-            ``float8_block``, ``mxfp8`` and ``nvfp4``; ``hadamard``, ``stochastic_rounding``,
-            ``four_over_six`` and ``row_scaled`` for ``nvfp4``.
+            ``float8_block``; ``amax_group`` for ``float8_current`` and ``float8_delayed``;
+            ``history``, ``margin`` and ``most_recent`` for ``float8_delayed``; ``two_d`` (tiles
+            for weights) for ``float8_block``, ``mxfp8`` and ``nvfp4``; ``hadamard``,
+            ``stochastic_rounding``, ``four_over_six`` and ``row_scaled`` for ``nvfp4``.
 
     Raises:
         RecipeError: The name or an option is unknown, or a value is not possible.

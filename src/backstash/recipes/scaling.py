@@ -11,18 +11,24 @@ gradients when it has been left and the last of its calls has run backward.  A c
 graph is gone is not waited for.  Where one is still alive that nobody runs backward, the step
 ends as soon as a later one asks for the scale.
 
+Where several processes each see a part of a tensor, their largest magnitudes are brought together
+before they count: those of forward when the autocast is left, those of gradients when a backward
+pass has gone well.  Both are moments that all processes reach in the same order.  All that one
+moment brings goes in one collective.
+
 Letters: L steps of history, G groups, each with a scale of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import threading
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from backstash.errors import CheckpointError
 from backstash.formats import Float8Delayed
@@ -75,9 +81,9 @@ class DelayedScaling:
 
     def follow(self, format: Float8Delayed) -> None:
         """Go on with other options: what was seen stays seen, the scale is computed anew."""
-        if format == self.format:
+        before, self.format = self.format, format
+        if _alone(format) == _alone(before):
             return
-        self.format = format
         steps, kept = len(self.history_LG), min(format.history, len(self.history_LG))
         history_LG = self.history_LG.new_zeros(format.history, self.history_LG.shape[1])
         history_LG[format.history - kept :] = self.history_LG[steps - kept :]
@@ -116,7 +122,8 @@ class DelayedScaling:
         # A step that is open belongs to the graph of the original, not to a copy.
         history_LG, scale_G = self.settled()
         mine = {"history_LG": history_LG, "scale_G": scale_G, "open_step": None}
-        return self.__dict__ | mine
+        # Nor can a process group be copied; the next call names it again.
+        return self.__dict__ | mine | {"format": _alone(self.format)}
 
 
 class _State(enum.Enum):
@@ -161,6 +168,7 @@ class Gradient:
 
 
 _Notes = dict[DelayedScaling, Tensor]
+_Noted = list[tuple[DelayedScaling, Tensor]]
 
 
 class Step:
@@ -219,7 +227,7 @@ class Step:
             notes = _take(self._forward)
             if self._state is _State.OPEN:
                 self._state = _State.LEFT
-        for scaling, amax_G in notes if learns else ():
+        for scaling, amax_G in _of_all_processes(notes) if learns else ():
             scaling.update(amax_G)
         self._end_if_last()
 
@@ -252,11 +260,14 @@ class Step:
 
     def _backward_went_well(self, backward: int) -> None:
         with self._lock:
-            for gradient, amax_G in self._running.pop(backward, {}).items():
+            running = self._running.pop(backward, {})
+        notes = _of_all_processes([(g.scaling, amax_G) for g, amax_G in running.items()])
+        with self._lock:
+            for gradient, (scaling, amax_G) in zip(running, notes, strict=True):
                 gradient.noted = True
                 if self.is_noting_gradients:
-                    _note(self._backward, gradient.scaling, amax_G)
-                    gradient.scaling.open_step = self
+                    _note(self._backward, scaling, amax_G)
+                    scaling.open_step = self
         self._end_if_last()
 
     def _end_if_last(self) -> None:
@@ -272,7 +283,27 @@ def _note(notes: dict[Any, Tensor], key: Any, amax_G: Tensor) -> None:
     notes[key] = amax_G if noted_G is None else torch.maximum(noted_G, amax_G)
 
 
-def _take(notes: _Notes) -> list[tuple[DelayedScaling, Tensor]]:
+def _take(notes: _Notes) -> _Noted:
     taken = list(notes.items())
     notes.clear()
     return taken
+
+
+def _of_all_processes(notes: _Noted) -> _Noted:
+    """The notes with the largest magnitudes of the group that shares each scale."""
+    common = [amax_G for _, amax_G in notes]
+    by_group: dict[Any, list[int]] = {}
+    for index, (scaling, _) in enumerate(notes):
+        if scaling.format.amax_group is not None:
+            by_group.setdefault(scaling.format.amax_group, []).append(index)
+    for group, mine in by_group.items():
+        largest = torch.cat([common[index] for index in mine])
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
+        for index, amax_G in zip(mine, largest.split([len(common[i]) for i in mine]), strict=True):
+            common[index] = amax_G
+    return [(scaling, amax_G) for (scaling, _), amax_G in zip(notes, common, strict=True)]
+
+
+def _alone(format: Float8Delayed) -> Float8Delayed:
+    """The options without the group, which say nothing about what was seen."""
+    return dataclasses.replace(format, amax_group=None)

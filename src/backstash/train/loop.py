@@ -97,7 +97,7 @@ class Trainer:
         self._optimizer = Optimizer(
             self.model, config.optimizer, steps=config.steps, shards=self._shards
         )
-        self._recipe = config.formats
+        self._recipe = self.ranks.share_scales(config.formats)
         self._batches = Batches(
             corpus.train_tokens,
             batch=config.batch,

@@ -14,6 +14,7 @@ one wrote is written (:meth:`Ranks.first_does`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 
 from backstash.device import default_device, launch_environment
 from backstash.errors import BackstashError, ConfigError, DeviceError, PeerError
+from backstash.formats import Float8Delayed
+from backstash.recipes import Recipe
 from backstash.weights import ShardOptions, shard_weights, sharded_weights
 
 from .config import TrainConfig
@@ -44,8 +47,9 @@ class Ranks:
         rank: the number of this one.
         size: how many there are.
         group: the ranks, or ``None`` where a process is alone.
-        counting: the same ranks again, for the loads of experts.  They are added up between
-            the matmuls, and a rank that failed there answers in ``group`` only.
+        counting: the same ranks again, for the loads of experts and for largest magnitudes.  They
+            are brought together between the matmuls, and a rank that failed there answers in
+            ``group`` only.
     """
 
     rank: int = 0
@@ -72,14 +76,15 @@ class Ranks:
                 f"equal part of it, got {config.batch}; pass --batch "
                 f"{-(-config.batch // self.size) * self.size}"
             )
-        formats = config.formats
-        if self.size > 1 and any(
-            f.stateful for f in (formats.input, formats.weight, formats.gradient)
-        ):
-            raise ConfigError(
-                f"recipe {config.recipe} learns its scales from the tensors of one process, so "
-                f"{self.size} ranks would train {self.size} models; pass --recipe float8_current"
-            )
+
+    def share_scales(self, formats: Recipe) -> Recipe:
+        """Return the recipe that learns its scales, if it does, from the tensors of all ranks."""
+        shared = {
+            operand: dataclasses.replace(format, amax_group=self.counting)
+            for operand in ("input", "gradient")
+            if isinstance(format := getattr(formats, operand), Float8Delayed)
+        }
+        return dataclasses.replace(formats, **shared)
 
     def part(self, batch: int) -> slice:
         """Which sequences of a batch are this rank's."""
