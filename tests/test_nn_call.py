@@ -52,6 +52,18 @@ def quantized(call: Call, operand: Operand, x: Tensor, usage: bs.Usage) -> Tenso
     return format.quantize(x, usage=usage, scale=scale).dequantize(usage)
 
 
+def values(operand: Tensor) -> Tensor:
+    """What the matmul reads: the operand is quantized along one direction, or plain."""
+    return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit-equal values; two quantized operands must have the same codes."""
+    if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
+        return torch.equal(one, other)
+    return torch.equal(values(one), values(other))
+
+
 def x_of(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size).to(dtype)
 
@@ -65,9 +77,25 @@ def test_rows_and_columns_are_the_values_of_the_format(
 ) -> None:
     call, x = call_of(name), x_of(size, dtype)
     rows, columns = call.rows(operand, x), call.columns(operand, x)
-    assert torch.equal(rows, quantized(call, operand, x, bs.Usage.ROWWISE))
-    assert torch.equal(columns, quantized(call, operand, x, bs.Usage.COLUMNWISE))
+    assert torch.equal(values(rows), quantized(call, operand, x, bs.Usage.ROWWISE))
+    assert torch.equal(values(columns), quantized(call, operand, x, bs.Usage.COLUMNWISE))
     assert rows.dtype == columns.dtype == dtype
+
+
+@each_low
+def test_an_operand_can_be_read_along_its_own_direction_only(name: str) -> None:
+    call, x = call_of(name), x_of((37, 20))
+    rows, kept = call.input_pair(x, keep=True)
+    assert kept is not None
+    for operand, usage in (
+        (rows, bs.Usage.ROWWISE),
+        (call.rows(Operand.WEIGHT, x), bs.Usage.ROWWISE),
+        (call.kept_operand(kept), bs.Usage.COLUMNWISE),
+        (call.columns(Operand.WEIGHT, x), bs.Usage.COLUMNWISE),
+        *zip(call.gradient_pair(x), bs.Usage, strict=True),
+    ):
+        assert isinstance(operand, QuantizedTensor)
+        assert operand.usage is usage
 
 
 @each_recipe
@@ -76,13 +104,12 @@ def test_a_pair_is_bit_equal_to_its_two_readings(name: str, size: tuple[int, int
     call, x = call_of(name), x_of(size)
     rows, kept = call.input_pair(x, keep=True)
     assert kept is not None
-    assert torch.equal(rows, call.rows(Operand.INPUT, x))
-    assert torch.equal(call.kept_values(kept), call.columns(Operand.INPUT, x))
-    assert torch.equal(call.kept_values(kept), call.kept_values(call.keep_columns(
-        Operand.INPUT, x)))  # fmt: skip
+    assert same(rows, call.rows(Operand.INPUT, x))
+    assert same(call.kept_operand(kept), call.columns(Operand.INPUT, x))
+    assert same(call.kept_operand(kept), call.kept_operand(call.keep_columns(Operand.INPUT, x)))
     dy_rows, dy_columns = call.gradient_pair(x)
-    assert torch.equal(dy_rows, call.rows(Operand.GRADIENT, x))
-    assert torch.equal(dy_columns, call.columns(Operand.GRADIENT, x))
+    assert same(dy_rows, call.rows(Operand.GRADIENT, x))
+    assert same(dy_columns, call.columns(Operand.GRADIENT, x))
 
 
 @each_recipe
@@ -90,7 +117,7 @@ def test_what_is_not_asked_for_is_not_kept(name: str) -> None:
     call, x = call_of(name), x_of((37, 20))
     rows, kept = call.input_pair(x, keep=False)
     assert kept is None
-    assert torch.equal(rows, call.rows(Operand.INPUT, x))
+    assert same(rows, call.rows(Operand.INPUT, x))
 
 
 @each_low
@@ -120,15 +147,15 @@ def test_groups_are_read_each_on_its_own(name: str, capacity: int) -> None:
     grouped = bs.GroupedTensor.from_counts(x, COUNTS)
     ends_G = grouped.ends_G
     rows, kept = call.input_pair(x, ends_G, keep=True)
-    columns = call.columns(Operand.INPUT, x, ends_G)
+    columns = values(call.columns(Operand.INPUT, x, ends_G))
     assert isinstance(kept, bs.GroupedTensor)
     assert kept.ends_G is ends_G
     alone = call_of(name)
     for g, group in enumerate(x[: sum(COUNTS)].split(COUNTS)):
         end = int(ends_G[g])
         mine = slice(end - COUNTS[g], end)
-        assert torch.equal(rows[mine], alone.rows(Operand.INPUT, group))
-        assert torch.equal(columns[mine], alone.columns(Operand.INPUT, group))
+        assert torch.equal(values(rows)[mine], values(alone.rows(Operand.INPUT, group)))
+        assert torch.equal(columns[mine], values(alone.columns(Operand.INPUT, group)))
         assert torch.equal(call.kept_values(kept)[mine], columns[mine])
 
 
@@ -144,7 +171,8 @@ def test_rows_past_the_end_change_nothing(name: str) -> None:
         rows, kept = call.input_pair(tensor, ends_G, keep=True)
         assert kept is not None
         pair = call.gradient_pair(tensor, ends_G)
-        results.append([t[: sum(COUNTS)] for t in (rows, call.kept_values(kept), *pair)])
+        read = (rows, call.kept_operand(kept), *pair)
+        results.append([values(operand)[: sum(COUNTS)] for operand in read])
     assert all(map(torch.equal, *results))
 
 
@@ -165,8 +193,8 @@ def test_a_preactivation_is_kept_in_its_own_format(name: str, kept_as: str) -> N
 def test_a_tensor_that_is_quantized_already_is_read_as_it_is(name: str, operand: Operand) -> None:
     q = bs.MXFP8.quantize(x_of((37, 20)), usage=bs.Usage.BOTH)
     for call in (call_of(name), call_of("high_precision")):
-        assert torch.equal(call.rows(operand, q), q.dequantize(bs.Usage.ROWWISE))
-        assert torch.equal(call.columns(operand, q), q.dequantize(bs.Usage.COLUMNWISE))
+        assert same(call.rows(operand, q), q.only(bs.Usage.ROWWISE))
+        assert same(call.columns(operand, q), q.only(bs.Usage.COLUMNWISE))
 
 
 def test_formats_that_differ_by_phase_are_each_used_in_theirs() -> None:
@@ -175,7 +203,7 @@ def test_formats_that_differ_by_phase_are_each_used_in_theirs() -> None:
 
     call, x = Call(bs.custom(choose), "Linear", ""), x_of((37, 20))
     rows, kept = call.input_pair(x, keep=True)
-    assert torch.equal(rows, bs.MXFP8.quantize(x).dequantize())
+    assert same(rows, bs.MXFP8.quantize(x))
     assert isinstance(kept, QuantizedTensor)
     assert kept.format == bs.FLOAT8_CURRENT
     columns = bs.FLOAT8_CURRENT.quantize(x, usage=bs.Usage.COLUMNWISE)
@@ -204,7 +232,7 @@ def test_delayed_scaling_quantizes_with_the_scale_that_forward_found() -> None:
     call, x = call_of("float8_delayed"), x_of((37, 20))
     before = call.columns(Operand.WEIGHT, x)
     call.scalings[Operand.WEIGHT].update(torch.tensor([1000.0]))
-    assert torch.equal(call.columns(Operand.WEIGHT, x), before)
+    assert same(call.columns(Operand.WEIGHT, x), before)
 
 
 def test_delayed_scaling_quantizes_a_gradient_always_as_the_first_time() -> None:
@@ -213,7 +241,7 @@ def test_delayed_scaling_quantizes_a_gradient_always_as_the_first_time() -> None
     call.gradient.scaling.update(torch.tensor([1000.0]))
     first = call.rows(Operand.GRADIENT, x)
     call.gradient.scaling.update(torch.tensor([1e-3]))
-    assert torch.equal(call.rows(Operand.GRADIENT, x), first)
+    assert same(call.rows(Operand.GRADIENT, x), first)
 
 
 def test_delayed_scaling_notes_the_largest_magnitude_of_each_group() -> None:

@@ -1,9 +1,11 @@
 """One matmul of one call of a module: the recipe that was in force, and its operands.
 
 A call is made in forward and goes into the plan of the autograd function, so backward
-quantizes as forward did, wherever it runs.  Values come out as plain tensors, because on a
-machine without a matrix unit for a format the matmul itself is in high precision: the values
-are those of the format, the speed is not.
+quantizes as forward did, wherever it runs.  What comes out are *operands*: a plain tensor
+where the recipe keeps high precision, else a tensor quantized along the one direction that
+the product reads.  How two operands are multiplied is decided in
+:mod:`backstash.nn.product`, and values are made from codes only where nothing multiplies
+codes.
 
 Letters: M rows, K columns, G groups.
 """
@@ -51,49 +53,52 @@ class Call:
         return self.recipe.format(Role(operand, phase, self.module, self.name))
 
     def rows(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
-        """Values of ``x`` as the matmul over its last dimension reads them."""
+        """``x`` as the matmul over its last dimension reads it."""
         phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
         return self._read(operand, phase, x, Usage.ROWWISE, ends_G)
 
     def columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
-        """Values of ``x`` as the matmul over its rows reads them."""
+        """``x`` as the matmul over its rows reads it."""
         return self._read(operand, Phase.BACKWARD, x, self._column_usage, ends_G)
 
     def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
-        """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_values`."""
+        """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_operand`."""
         return self._keep(operand, x, self._column_usage, ends_G)
 
     def keep_preactivation(self, h: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of an activation's input; read with :meth:`kept_values`."""
         return self._keep(Operand.PREACTIVATION, h, Usage.ROWWISE, ends_G)
 
+    def kept_operand(self, kept: Kept) -> Tensor:
+        """What :meth:`keep_columns` or :meth:`input_pair` kept, as the matmul reads it."""
+        return kept.data if isinstance(kept, GroupedTensor) else kept
+
     def kept_values(self, kept: Kept) -> Tensor:
-        """The values that :meth:`keep_columns`, :meth:`input_pair` or the like kept."""
-        data = kept.data if isinstance(kept, GroupedTensor) else kept
+        """The values that :meth:`keep_preactivation` or the like kept."""
+        data = self.kept_operand(kept)
         return data.dequantize() if isinstance(data, QuantizedTensor) else data
 
     def input_pair(
         self, x: Tensor, ends_G: Tensor | None = None, *, keep: bool
     ) -> tuple[Tensor, Kept | None]:
-        """The input's values for forward and, if asked, what to keep: one pass over ``x``."""
+        """The input for forward and, if asked, what to keep: one pass over ``x``."""
         format = self.format(Operand.INPUT, Phase.FORWARD)
         if not keep or _is_plain(format) or format != self.format(Operand.INPUT, Phase.BACKWARD):
             rows = self.rows(Operand.INPUT, x, ends_G)
             return rows, self.keep_columns(Operand.INPUT, x, ends_G) if keep else None
         if self._column_usage is Usage.ROWWISE:
             read = self._quantize(Operand.INPUT, format, x, Usage.ROWWISE, ends_G)
-            return read.dequantize(), _grouped(read, ends_G)
+            return read, _grouped(read, ends_G)
         both = self._quantize(Operand.INPUT, format, x, Usage.BOTH, ends_G)
-        return both.dequantize(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
+        return both.only(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
 
     def gradient_pair(self, dy: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output gradient's values for both backward matmuls: one pass over ``dy``."""
+        """The output gradient for both backward matmuls: one pass over ``dy``."""
         format = self.format(Operand.GRADIENT, Phase.BACKWARD)
         if _is_plain(format):
             return dy, dy
         both = self._quantize(Operand.GRADIENT, format, dy, Usage.BOTH, ends_G)
-        rows = both.dequantize(Usage.ROWWISE)
-        return rows, rows if format.serves_both else both.dequantize(Usage.COLUMNWISE)
+        return both.only(Usage.ROWWISE), both.only(Usage.COLUMNWISE)
 
     @property
     def _column_usage(self) -> Usage:
@@ -104,11 +109,11 @@ class Call:
         self, operand: Operand, phase: Phase, x: Tensor, usage: Usage, ends_G: Tensor | None
     ) -> Tensor:
         if isinstance(x, QuantizedTensor):
-            return x.dequantize(usage)
+            return x.only(usage)
         format = self.format(operand, phase)
         if _is_plain(format):
             return x
-        return self._quantize(operand, format, x, usage, ends_G).dequantize(usage)
+        return self._quantize(operand, format, x, usage, ends_G)
 
     def _keep(self, operand: Operand, x: Tensor, usage: Usage, ends_G: Tensor | None) -> Kept:
         format = self.format(operand, Phase.BACKWARD)

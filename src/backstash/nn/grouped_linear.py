@@ -78,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
 
         def read_x() -> Tensor:
             if plan.keep is not Keep.ORIGINAL:
-                return call.kept_values(kept)
+                return call.kept_operand(kept)
             x = kept.data if isinstance(kept, GroupedTensor) else kept
             return call.columns(Operand.INPUT, as_rows(x), ends_G)
 

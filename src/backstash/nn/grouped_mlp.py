@@ -104,7 +104,7 @@ class _GroupedMLP(torch.autograd.Function):
 
         def read_x() -> Tensor:
             if source_R is None:
-                return fc1.call.kept_values(kept)
+                return fc1.call.kept_operand(kept)
             x_RH = kernels.permute(as_rows(kept), source_R)
             return fc1.call.columns(Operand.INPUT, x_RH, ends_G)
 

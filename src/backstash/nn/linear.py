@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         def read_x() -> Tensor:
             if plan.keep is Keep.ORIGINAL:
                 return call.columns(Operand.INPUT, as_rows(kept))
-            return call.kept_values(kept)
+            return call.kept_operand(kept)
 
         needs = Needs(*ctx.needs_input_grad[:3])
         grads = plan.projection.backward(as_rows(dy), weight, read_x, needs)

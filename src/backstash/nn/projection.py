@@ -10,7 +10,8 @@ that its product adds up over::
 So after forward only the columns of ``x`` are needed, and the weight itself, which is never
 copied: backward quantizes its columns from the very object that forward saw, after asking
 it for its full self where it is only a shard.  With ``ends_G`` the rows are in groups, each
-multiplied by its own slice of a weight ``(G, N, K)``.
+multiplied by its own slice of a weight ``(G, N, K)``.  What multiplies two operands is decided
+in :mod:`backstash.nn.product`.
 
 Letters: T rows, K input features, N output features, G groups.
 """
@@ -22,11 +23,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ShapeError
+from backstash.nn import product
 from backstash.nn.call import Call
 from backstash.nn.weight_grad import WeightGradient
 from backstash.recipes import Operand
@@ -70,14 +71,12 @@ class Projection:
     def forward(
         self, x_rows: Tensor, weight: Tensor, bias: Tensor | None, ends_G: Tensor | None = None
     ) -> Tensor:
-        """Multiply values that are already as the matmul reads them (``call.input_pair``)."""
+        """Multiply an input that is already as the matmul reads it (``call.input_pair``)."""
         full = materialize_weight_for_forward(weight)[0]
         _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
-        w_rows = self._weight_values(self.call.rows, full)
-        if ends_G is None:
-            return F.linear(x_rows, w_rows, None if bias is None else bias.to(self.dtype))
-        y_TN = kernels.grouped_mm(x_rows, w_rows, ends_G)
-        return y_TN if bias is None else kernels.add_group_bias(y_TN, bias.to(self.dtype), ends_G)
+        w_rows = self._weight(self.call.rows, full)
+        bias = None if bias is None else bias.to(self.dtype)
+        return product.output(x_rows, w_rows, bias, self.dtype, ends_G)
 
     def backward(
         self,
@@ -92,7 +91,7 @@ class Projection:
         ``read_x`` gives the columns of ``x`` when the weight gradient is computed, which may
         be long after this call.
         """
-        dy_rows, dy_columns = self._gradient_values(dy_TN, needs, ends_G)
+        dy_rows, dy_columns = self._gradient_operands(dy_TN, needs, ends_G)
         dbias = self._bias_gradient(dy_TN, ends_G) if needs.bias else None
         dx = None if dy_rows is None else self._input_gradient(dy_rows, weight, ends_G)
         del dy_rows
@@ -100,13 +99,11 @@ class Projection:
             return Gradients(dx, None, dbias)
 
         def weight_gradient() -> Tensor:
-            if ends_G is None:
-                return dy_columns.t() @ read_x()
-            return kernels.grouped_mm_dw(dy_columns, read_x(), ends_G)
+            return product.weight_gradient(dy_columns, read_x(), self.dtype, ends_G)
 
         return Gradients(dx, self.weight_gradient.give(weight, weight_gradient), dbias)
 
-    def _gradient_values(
+    def _gradient_operands(
         self, dy_TN: Tensor, needs: Needs, ends_G: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         if needs.x and needs.weight:
@@ -119,10 +116,8 @@ class Projection:
 
     def _input_gradient(self, dy_rows: Tensor, weight: Tensor, ends_G: Tensor | None) -> Tensor:
         full = materialize_weight_for_backward(weight)[0]
-        w_columns = self._weight_values(self.call.columns, full)
-        if ends_G is None:
-            return dy_rows @ w_columns
-        return kernels.grouped_mm_dx(dy_rows, w_columns, ends_G)
+        w_columns = self._weight(self.call.columns, full)
+        return product.input_gradient(dy_rows, w_columns, self.dtype, ends_G)
 
     def _bias_gradient(self, dy_TN: Tensor, ends_G: Tensor | None) -> Tensor:
         # Summed in float32 whatever the dtype of dy; autograd casts it to the bias's dtype.
@@ -131,20 +126,16 @@ class Projection:
             return dy_TN.sum(0, dtype=wide)
         return kernels.group_sum(dy_TN.to(wide), ends_G)
 
-    def _weight_values(self, read: Callable[..., Tensor], full: Tensor) -> Tensor:
+    def _weight(self, read: Callable[..., Tensor], full: Tensor) -> Tensor:
         if isinstance(full, QuantizedTensor):
-            return _in_dtype(read(Operand.WEIGHT, full), self.dtype)
-        full = _in_dtype(full, self.dtype)
+            return read(Operand.WEIGHT, full)
+        full = full if full.dtype == self.dtype else full.to(self.dtype)
         if full.ndim == 2:
             return read(Operand.WEIGHT, full)
         # Blocks and scales start anew in each expert: its rows are a group of their own.
         G, N, _ = full.shape
         ends_G = equal_groups(G, N, full.device)
         return read(Operand.WEIGHT, full.flatten(0, 1), ends_G).view(full.shape)
-
-
-def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:
