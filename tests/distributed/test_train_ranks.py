@@ -123,7 +123,8 @@ def test_all_ranks_learn_the_same_scales_and_those_of_one(ranks: Pool, tmp_path:
     assert other == (losses, scales)
     one = dataclasses.replace(config, run=tmp_path / "one", shard_weights=False)
     alone = _train(Ranks(), one).trainer
-    wanted = [record["loss"] for record in metrics.read_metrics(one.run / "metrics.jsonl") if "loss" in record]
+    records = metrics.read_metrics(one.run / "metrics.jsonl")
+    wanted = [record["loss"] for record in records if "loss" in record]
     assert losses == pytest.approx(wanted, rel=FLOAT8_DELAYED.rtol)
     of_inputs = {name: scale for name, scale in scales if name.endswith("input")}
     assert of_inputs
