@@ -33,6 +33,14 @@ from backstash.kernels.reference.float8_block import (
     quantize_block_rows,
     quantize_block_tiles,
 )
+from backstash.kernels.reference.float8_mm import (
+    FLOAT8_UNIT,
+    Scaled,
+    float8_grouped_mm,
+    float8_grouped_mm_dw,
+    float8_mm,
+    transpose_groups,
+)
 from backstash.kernels.reference.float8_rowwise import (
     dequantize_float8_columns,
     dequantize_float8_rows,
@@ -110,6 +118,9 @@ dequantize_mx_columns = by_device(dequantize_mx_columns, "cast", FLOAT8_GPU)
 dequantize_mx_rows = by_device(dequantize_mx_rows, "cast", FLOAT8_GPU)
 dequantize_mx_tiles = by_device(dequantize_mx_tiles, "cast", FLOAT8_GPU)
 dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
+float8_grouped_mm = by_device(float8_grouped_mm, "float8_mm", FLOAT8_GPU)
+float8_grouped_mm_dw = by_device(float8_grouped_mm_dw, "float8_mm", FLOAT8_GPU)
+float8_mm = by_device(float8_mm, "float8_mm", FLOAT8_GPU)
 group_amax = by_device(group_amax, "cast", FLOAT8_GPU)
 group_sum = by_device(group_sum, "grouped_matmul")
 grouped_mm = by_device(grouped_mm, "grouped_matmul")
@@ -138,11 +149,13 @@ row_amax = by_device(row_amax, "float8_rowwise", FLOAT8_GPU)
 scale_from_amax = by_device(scale_from_amax, "cast", FLOAT8_GPU)
 stash_pages = by_device(stash_pages, "pages")
 transpose_codes = by_device(transpose_codes, "transposition")
+transpose_groups = by_device(transpose_groups, "float8_mm", FLOAT8_GPU)
 unpermute = by_device(unpermute, "permutation")
 
 __all__ = [
     "ACTIVATIONS",
     "FLOAT8_BLOCK",
+    "FLOAT8_UNIT",
     "MOST_BUFFERS",
     "MX_BLOCK",
     "NVFP4_BLOCK",
@@ -152,6 +165,7 @@ __all__ = [
     "Blocks",
     "Codes",
     "PoolState",
+    "Scaled",
     "activate",
     "activate_backward",
     "add_group_bias",
@@ -171,6 +185,9 @@ __all__ = [
     "dequantize_nvfp4_tiles",
     "dequantize_scaled",
     "draw_seed",
+    "float8_grouped_mm",
+    "float8_grouped_mm_dw",
+    "float8_mm",
     "group_amax",
     "group_sum",
     "grouped_mm",
@@ -215,5 +232,6 @@ __all__ = [
     "stash_pages",
     "table_length",
     "transpose_codes",
+    "transpose_groups",
     "unpermute",
 ]

@@ -1,0 +1,197 @@
+"""Products of float8 codes on a GPU: torch's own matmuls, fed with what they take.
+
+Dense products go to cuBLAS, those of groups to a kernel that reads the sizes of the groups on
+the device.  It leaves the tail of its output unwritten, cannot add up over nothing, and reads
+each group's codes from an address of whole 16 bytes: hence the padding of
+:func:`transpose_groups`, which turns codes and pads groups in one pass over the bytes.
+
+Letters: M and C rows of the operands, J what is added up over, T rows of a buffer, K and N
+features, G groups, P columns with padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from backstash.kernels.blocks import block_count, block_table, locate_block
+from backstash.kernels.grouped_matmul import zero_tail_
+from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
+
+_TILE = 128
+_WARPS = 8
+
+
+@triton.jit
+def _padded_ends_kernel(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: tl.constexpr):
+    i_group = tl.arange(0, BG)
+    m_group = i_group < groups
+    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
+    before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
+    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
+    units = (tl.maximum(ends - before, 1) + UNIT - 1) // UNIT
+    padded = tl.cumsum(tl.where(m_group, units, 0), 0) * UNIT
+    tl.store(p_padded + i_group, padded, mask=m_group)
+
+
+@triton.jit
+def _transpose_groups_kernel(
+    p_codes,
+    p_turned,
+    p_ends,
+    p_padded,
+    p_table,
+    groups,
+    rows,
+    columns,
+    row_stride,
+    turned_stride,
+    blocks,
+    B: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A tile of one group's rows; after all tiles, the unit of zeros of each empty group."""
+    chunks = tl.cdiv(columns, B)
+    i_block = tl.program_id(0) // chunks
+    i_column = ((tl.program_id(0) % chunks) * B + tl.arange(0, B)).to(tl.int64)
+    m_column = i_column < columns
+    if i_block < blocks:
+        first, end, group = locate_block(p_table, rows, i_block, B)
+        if group < groups and first < end:
+            start = tl.load(p_ends + group - 1, mask=group > 0, other=0)
+            start = tl.minimum(tl.maximum(start, 0), rows)
+            to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first - start
+            # A whole tile is followed by the next; the last of a group by zeros to its end.
+            last = tl.minimum(tl.load(p_padded + group), to + B)
+            to, last = tl.multiple_of(to, UNIT), tl.multiple_of(last, UNIT)
+            i_row = first + tl.arange(0, B)
+            mask = (i_row < end)[:, None] & m_column[None, :]
+            p_tile = p_codes + i_row.to(tl.int64)[:, None] * row_stride + i_column[None, :]
+            codes = tl.load(p_tile, mask=mask, other=0)
+            i_to = to + tl.arange(0, B)
+            mask = m_column[:, None] & (i_to < last)[None, :]
+            p_tile = p_turned + i_column[:, None] * turned_stride + i_to.to(tl.int64)[None, :]
+            tl.store(p_tile, tl.trans(codes), mask=mask)
+    else:
+        group = i_block - blocks
+        end = tl.minimum(tl.maximum(tl.load(p_ends + group), 0), rows)
+        start = tl.load(p_ends + group - 1, mask=group > 0, other=0)
+        start = tl.minimum(tl.maximum(start, 0), rows)
+        if end <= start:
+            last = tl.multiple_of(tl.load(p_padded + group), UNIT)
+            i_to = (last - UNIT + tl.arange(0, UNIT)).to(tl.int64)
+            p_tile = p_turned + i_column[:, None] * turned_stride + i_to[None, :]
+            tl.store(p_tile, tl.zeros([B, UNIT], tl.uint8), mask=m_column[:, None])
+
+
+def float8_mm(
+    a: Scaled,
+    b: Scaled,
+    bias_C: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """``a b^T + bias`` as ``(M, C)`` in ``dtype``."""
+    scales, scaling = (a.scale_inv, b.scale_inv), ScalingType.TensorWise
+    if any(scale_inv.ndim == 2 for scale_inv in scales):
+        scaling = ScalingType.RowWise
+        scales = _rows(a), _rows(b).view(1, -1)
+    # With a result in float32 the unit adds no bias.
+    adds_bias = bias_C is not None and dtype is torch.float32
+    y_MC = F.scaled_mm(
+        _aligned(a.codes),
+        _aligned(b.codes).t(),
+        scales[0],
+        scaling,
+        scales[1],
+        scaling,
+        bias=None if adds_bias else bias_C,
+        output_dtype=dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return y_MC + bias_C if adds_bias else y_MC
+
+
+def float8_grouped_mm(
+    a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool = False
+) -> Tensor:
+    """Each row times its own group's ``b^T``: bfloat16 ``(T, C)``; the tail is zeros."""
+    ends_G = ends_G.clamp(0, len(a.codes)).int()
+    y_TC = _scaled_grouped_mm(
+        a, Scaled(b.codes, b.scale_inv.contiguous()), ends_G, fast_accumulation=fast_accumulation
+    )
+    zero_tail_(y_TC, ends_G)
+    return y_TC
+
+
+def float8_grouped_mm_dw(dy: Scaled, x: Scaled, padded_ends_G: Tensor) -> Tensor:
+    """``dy x^T`` over each group's columns: bfloat16 ``(G, N, K)``; zeros for an empty group."""
+    dy, x = (Scaled(operand.codes, operand.scale_inv.flatten()) for operand in (dy, x))
+    return _scaled_grouped_mm(dy, x, padded_ends_G, fast_accumulation=False)
+
+
+def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes the other way round, each group beginning at a whole unit."""
+    codes_TK = codes_TK if codes_TK.stride(1) == 1 else codes_TK.contiguous()
+    rows, columns = codes_TK.shape
+    ends_G = ends_G.int().contiguous()
+    groups = len(ends_G)
+    padded_G = torch.empty(groups, dtype=torch.int32, device=codes_TK.device)
+    tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": triton.next_power_of_2(groups)}
+    _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
+    turned_KP = torch.empty(
+        columns, padded_columns(rows, groups), dtype=codes_TK.dtype, device=codes_TK.device
+    )
+    blocks = block_count(rows, ends_G, _TILE)
+    programs = (blocks + groups) * triton.cdiv(columns, _TILE)
+    tile = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
+    if programs:
+        _transpose_groups_kernel[(programs,)](
+            codes_TK.view(torch.uint8),
+            turned_KP.view(torch.uint8),
+            ends_G,
+            padded_G,
+            block_table(ends_G, rows, _TILE),
+            groups,
+            rows,
+            columns,
+            codes_TK.stride(0),
+            turned_KP.stride(0),
+            blocks,
+            **tile,
+        )
+    return turned_KP, padded_G
+
+
+def _scaled_grouped_mm(a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool) -> Tensor:
+    return F.scaled_grouped_mm(
+        _aligned(a.codes),
+        _aligned(b.codes).mT,
+        a.scale_inv,
+        ScalingType.RowWise,
+        b.scale_inv,
+        ScalingType.RowWise,
+        offs=ends_G,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast_accumulation,
+    )
+
+
+def _rows(operand: Scaled) -> Tensor:
+    """An inverse scale for each row ``(M, 1)``, also where all rows share one."""
+    scale_inv, rows = operand.scale_inv, len(operand.codes)
+    return scale_inv if scale_inv.ndim == 2 else scale_inv.expand(rows).unsqueeze(1).contiguous()
+
+
+def _aligned(codes: Tensor) -> Tensor:
+    """The codes, rows side by side from an address that the unit can read from."""
+    codes = codes.contiguous()
+    return codes.clone() if codes.storage_offset() % FLOAT8_UNIT else codes
