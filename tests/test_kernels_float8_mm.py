@@ -28,6 +28,12 @@ def codes_of(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
+def assert_rounded(found: Tensor, wanted: Tensor) -> None:
+    """Added up in float32, rounded once."""
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=eps, atol=1e-5)
+
+
 def ends_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
@@ -72,8 +78,7 @@ def test_a_dense_product_is_that_of_the_values(by_row: bool, dtype: torch.dtype)
     y = kernels.float8_mm(Scaled(a, scales[0]), Scaled(b, scales[1]), bias, dtype)
     values = (a.double() * scales[0]) @ (b.double() * scales[1]).t() + bias.double()
     assert y.dtype is dtype
-    # Added up in float32, rounded once.
-    torch.testing.assert_close(y, values.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert_rounded(y, values)
 
 
 @by_split
@@ -86,13 +91,13 @@ def test_grouped_products_are_those_of_the_values(counts: list[int], rows: int) 
     x_KP, _ = kernels.transpose_groups(x, ends_G)
     dw = kernels.float8_grouped_mm_dw(Scaled(dy_NP, scale_GN), Scaled(x_KP, scale_GK), padded_G)
     assert y.dtype is dw.dtype is torch.bfloat16
-    start, tolerance = 0, {"rtol": torch.finfo(torch.bfloat16).eps, "atol": 1e-5}
+    start = 0
     for g, end in enumerate(ends_G.tolist()):
         x_g, dy_g = x[start:end].double(), dy[start:end].double()
         w_g = w[g].double() * scale_GN[g].unsqueeze(1)
         wanted = (x_g * scale_T[start:end].unsqueeze(1)) @ w_g.t()
-        torch.testing.assert_close(y[start:end], wanted.bfloat16(), **tolerance)
+        assert_rounded(y[start:end], wanted)
         wanted = (dy_g * scale_GN[g]).t() @ (x_g * scale_GK[g])
-        torch.testing.assert_close(dw[g], wanted.bfloat16(), **tolerance)
+        assert_rounded(dw[g], wanted)
         start = end
     assert not y[start:].any()

@@ -2,54 +2,179 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import backstash as bs
 from backstash import kernels
+from backstash.formats import Code, Format, Hybrid
 from backstash.nn import product
-from format_cases import by_format
+from backstash.nn.product import Matmul, Path
+from backstash.recipes.products import Product
+from format_cases import by_format, name_of
+from product_cases import COUNTS, Operands, float64_products, magnitudes, operands
 
-T, K, N = 37, 32, 48
-COUNTS = [5, 0, 27, 1]
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
+E5M2 = {"code": Code.E5M2}
+CURRENT, DELAYED, ROWWISE = bs.FLOAT8_CURRENT, bs.FLOAT8_DELAYED, bs.FLOAT8_ROWWISE
+CURRENT_E5M2 = dataclasses.replace(CURRENT, code=Code.E5M2)
+ROWWISE_E5M2 = dataclasses.replace(ROWWISE, code=Code.E5M2)
+FLOAT8 = [CURRENT, DELAYED, ROWWISE]
 
 
-def quantized(x: Tensor, format: bs.Format, usage: bs.Usage, ends_G: Tensor | None) -> Tensor:
-    if ends_G is None:
-        return format.quantize(x, usage)
-    return format.quantize(bs.GroupedTensor(x, ends_G), usage).data
+def matmul(**changes: Any) -> Matmul:
+    """A product that float8 matrix units take, but for what changes."""
+    fits = Matmul(
+        product=Product.OUTPUT,
+        formats=(CURRENT, CURRENT),
+        sizes=(64, 32, 48),
+        groups=None,
+        dtype=torch.bfloat16,
+        capability=HOPPER,
+    )
+    return dataclasses.replace(fits, **changes)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", Product)
+@pytest.mark.parametrize("format", FLOAT8, ids=name_of)
+@pytest.mark.parametrize("groups", [None, 1, 128, 1023])
+def test_on_hopper_float8_units_multiply_float8(
+    which: Product, format: Format, groups: int | None
+) -> None:
+    case = matmul(product=which, formats=(format, format), groups=groups)
+    assert product.choose(case) is Path.FLOAT8
+
+
+TAKEN = {
+    "rows beside a tensor's scale": {"formats": (ROWWISE, CURRENT)},
+    "E5M2 by E4M3": {"formats": (CURRENT_E5M2, CURRENT)},
+    "E4M3 by E5M2": {"formats": (CURRENT, CURRENT_E5M2)},
+    "a result in float16": {"dtype": torch.float16},
+    "a result in float32": {"dtype": torch.float32},
+    "any number of rows": {"sizes": (1, 16, 16)},
+    "tensor scales on Ada": {"capability": ADA},
+    "tensor scales on Blackwell": {"capability": BLACKWELL},
+}
+REFUSED = {
+    "a CPU": {"capability": None},
+    "an older GPU": {"capability": (8, 6)},
+    "rows on Ada": {"formats": (ROWWISE, ROWWISE), "capability": ADA},
+    "groups on Ada": {"groups": 4, "capability": ADA},
+    "groups on Blackwell": {"groups": 4, "capability": BLACKWELL},
+    "values beside codes": {"formats": (None, CURRENT)},
+    "codes beside values": {"formats": (CURRENT, None)},
+    "values": {"formats": (None, None)},
+    "high precision": {"formats": (bs.HIGH_PRECISION, CURRENT)},
+    "E5M2 by E5M2": {"formats": (CURRENT_E5M2, CURRENT_E5M2)},
+    "rows in E5M2": {"formats": (ROWWISE_E5M2, ROWWISE)},
+    "groups in E5M2": {"formats": (CURRENT_E5M2, CURRENT), "groups": 4},
+    "K of no whole units": {"sizes": (64, 40, 48)},
+    "N of no whole units": {"sizes": (64, 32, 41)},
+    "no rows": {"sizes": (0, 32, 48)},
+    "no features": {"sizes": (64, 0, 48)},
+    "a result in float64": {"dtype": torch.float64},
+    "groups in float32": {"groups": 4, "dtype": torch.float32},
+    "groups in float16": {"groups": 4, "dtype": torch.float16},
+    "more groups than torch takes": {"groups": 1024},
+}
+
+
+@pytest.mark.parametrize("changes", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("which", Product)
+def test_what_float8_units_take(which: Product, changes: dict[str, Any]) -> None:
+    assert product.choose(matmul(product=which, **changes)) is Path.FLOAT8
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("which", Product)
+def test_what_float8_units_do_not_take(which: Product, changes: dict[str, Any]) -> None:
+    assert product.choose(matmul(product=which, **changes)) is not Path.FLOAT8
 
 
 @by_format
-@dtypes
-@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_a_cpu_multiplies_values(format: Format) -> None:
+    assert product.choose(matmul(formats=(format, format), capability=None)) is Path.VALUES
+
+
+# --- the products ------------------------------------------------------------------------------
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", [None, COUNTS], ids=["dense", "grouped"])
 def test_on_a_cpu_the_products_are_those_of_the_decoded_values(
-    format: bs.Format, dtype: torch.dtype, grouped: bool
+    format: Format, dtype: torch.dtype, counts: list[int] | None
 ) -> None:
-    x, dy = torch.randn(T, K, dtype=dtype), torch.randn(T, N, dtype=dtype)
-    ends_G = torch.tensor(COUNTS).cumsum(0).int() if grouped else None
-    G = len(COUNTS) if grouped else 1
-    w = torch.randn(G, N, K, dtype=dtype) if grouped else torch.randn(N, K, dtype=dtype)
-    rows, columns = bs.Usage
-    each = torch.arange(1, G + 1).int() * N if grouped else None
-    w_rows, w_columns = (
-        quantized(w.reshape(-1, K), format, usage, each).view(w.shape) for usage in bs.Usage
-    )
-    x_rows, x_columns = (quantized(x, format, usage, ends_G) for usage in (rows, columns))
-    dy_rows, dy_columns = (quantized(dy, format, usage, ends_G) for usage in (rows, columns))
-    y = product.output(x_rows, w_rows, None, dtype, ends_G)
-    dx = product.input_gradient(dy_rows, w_columns, dtype, ends_G)
-    dw = product.weight_gradient(dy_columns, x_columns, dtype, ends_G)
-    values = [q.dequantize() for q in (x_rows, w_rows, dy_rows, w_columns, dy_columns, x_columns)]
-    if ends_G is None:
-        wanted = F.linear(*values[:2]), values[2] @ values[3], values[4].t() @ values[5]
+    ops = operands(format, dtype, counts)
+    found = ops.products()
+    x, w, dy, w_columns, dy_columns, x_columns = (q.dequantize() for q in ops.quantized)
+    if ops.ends_G is None:
+        wanted = F.linear(x, w, ops.bias), dy @ w_columns, dy_columns.t() @ x_columns
     else:
+        y_TN = kernels.grouped_mm(x, w, ops.ends_G)
         wanted = (
-            kernels.grouped_mm(values[0], values[1], ends_G),
-            kernels.grouped_mm_dx(values[2], values[3], ends_G),
-            kernels.grouped_mm_dw(values[4], values[5], ends_G),
+            kernels.add_group_bias(y_TN, ops.bias, ops.ends_G),
+            kernels.grouped_mm_dx(dy, w_columns, ops.ends_G),
+            kernels.grouped_mm_dw(dy_columns, x_columns, ops.ends_G),
         )
-    assert all(map(torch.equal, (y, dx, dw), wanted))
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("format", [*FLOAT8, Hybrid(rows=ROWWISE, columns=CURRENT)], ids=name_of)
+@pytest.mark.parametrize("counts", [None, COUNTS], ids=["dense", "grouped"])
+def test_codes_give_the_product_of_their_values(
+    format: Format, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definition of the float8 products runs on a CPU: codes, scales and padding are right."""
+    monkeypatch.setattr(product, "choose", lambda matmul: Path.FLOAT8)
+    ops = operands(format, torch.bfloat16, counts)
+    eps = torch.finfo(torch.bfloat16).eps
+    for found, wanted, size in zip(
+        ops.products(), float64_products(ops), magnitudes(ops), strict=True
+    ):
+        # Rounded once, and with groups again as the bias is added: half an eps each.
+        assert ((found.double() - wanted).abs() <= eps * size).all()
+
+
+@pytest.mark.parametrize("usage", bs.Usage, ids=lambda usage: usage.name)
+def test_codes_of_the_other_direction_are_read_as_values(
+    usage: bs.Usage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a backward override a product reads what forward read."""
+    asked: list[Matmul] = []
+
+    def note(matmul: Matmul) -> Path:
+        asked.append(matmul)
+        return Path.VALUES
+
+    monkeypatch.setattr(product, "choose", note)
+    for format, read in ((ROWWISE, {usage}), (CURRENT, set(bs.Usage))):
+        x = format.quantize(torch.randn(16, 32), usage)
+        product.output(x, x, None, torch.float32, None)
+        product.weight_gradient(x, x, torch.float32, None)
+        rows, columns = (one.formats == (format, format) for one in asked)
+        assert rows == (bs.Usage.ROWWISE in read)
+        assert columns == (bs.Usage.COLUMNWISE in read)
+        asked.clear()
+
+
+def test_an_operand_names_the_format_of_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Matmul] = []
+    monkeypatch.setattr(product, "choose", lambda matmul: asked.append(matmul) or Path.VALUES)
+    ops: Operands = operands(Hybrid(rows=bs.MXFP8, columns=ROWWISE), torch.float32, COUNTS)
+    ops.products()
+    assert [one.formats for one in asked] == [
+        (bs.MXFP8, bs.MXFP8),
+        (bs.MXFP8, ROWWISE),
+        (ROWWISE, ROWWISE),
+    ]
+    assert {(one.sizes, one.groups, one.capability) for one in asked} == {
+        ((ops.x.shape[0], ops.x.shape[1], ops.dy.shape[1]), len(COUNTS), None)
+    }

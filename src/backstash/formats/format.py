@@ -161,6 +161,14 @@ class Format(abc.ABC):
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         """How many rows of a grouped buffer are real, int ``(1,)``; None: all of them."""
 
+    @abc.abstractmethod
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        """Which rows of a buffer hold these rows of a matrix of ``of``; None: they share all of it.
+
+        Raises:
+            LayoutError: They are not by themselves in the buffer.
+        """
+
     @property
     def serves_both(self) -> bool:
         """Whether one set of codes serves both directions, and so gives the same values."""
@@ -199,11 +207,31 @@ class Format(abc.ABC):
         """The format of one direction; another one only where a format is made of two."""
         return self
 
+    def buffers_along(self, buffers: Mapping[str, Tensor], usage: Usage) -> Mapping[str, Tensor]:
+        """Buffers of one direction, by the names that its format gives them."""
+        return buffers
+
     def spec(self) -> dict[str, Any]:
         """The format as plain values, for files; :func:`backstash.formats.from_spec` reads it."""
         names = [field.name for field in dataclasses.fields(self)]
         stored = {name: getattr(self, name) for name in names if name not in self.unstored}
         return {"name": self.name, **{name: _plain(value) for name, value in stored.items()}}
+
+
+def whole_blocks(format: str, block: int, rows: range, of: int) -> slice:
+    """Which blocks of rows these rows of a matrix of ``of`` are.
+
+    Raises:
+        LayoutError: They begin or end inside of a block.
+    """
+    if rows and (rows.start % block or (rows.stop % block and rows.stop != of)):
+        raise LayoutError(
+            f"rows {rows.start} to {rows.stop} of a {format} tensor of {of} rows cut its blocks of "
+            f"{block} rows; take multiples of {block} (lines of the rowwise usage alone can be cut "
+            f"anywhere), or dequantize() first"
+        )
+    first = rows.start // block
+    return slice(first, first + -(-len(rows) // block))
 
 
 def _plain(value: Any) -> Any:

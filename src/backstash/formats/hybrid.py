@@ -64,19 +64,31 @@ class Hybrid(Format):
         }
 
     def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
-        prefix = _PREFIX[reading.usage]
-        own = {
-            name.removeprefix(prefix): buffer
-            for name, buffer in buffers.items()
-            if name.startswith(prefix)
-        }
+        own = self.buffers_along(buffers, reading.usage)
         return self.along(reading.usage).decode(own, reading)
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
+        format, name = self._owner(buffer)
+        return format.valid_rows(name, ends_G, rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        format, name = self._owner(buffer)
+        return format.part_rows(name, rows, of)
+
+    def _owner(self, buffer: str) -> tuple[Format, str]:
+        """The format of one of the buffers, and what that format calls it."""
         side = next(side for side, prefix in _PREFIX.items() if buffer.startswith(prefix))
-        name = buffer.removeprefix(_PREFIX[side])
-        return self.along(side).valid_rows(name, ends_G, rows)
+        return self.along(side), buffer.removeprefix(_PREFIX[side])
 
     def along(self, usage: Usage) -> Format:
         """The format of one direction."""
         return self.rows if usage is Usage.ROWWISE else self.columns
+
+    def buffers_along(self, buffers: Mapping[str, Tensor], usage: Usage) -> Mapping[str, Tensor]:
+        """Those of one direction's format, without the prefix that tells them apart here."""
+        prefix = _PREFIX[usage]
+        return {
+            name.removeprefix(prefix): buffer
+            for name, buffer in buffers.items()
+            if name.startswith(prefix)
+        }

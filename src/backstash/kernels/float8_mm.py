@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, scaled_grouped_mm, scaled_mm  # pyright: ignore
 
 from backstash.kernels.blocks import block_count, block_table, locate_block
 from backstash.kernels.grouped_matmul import zero_tail_
@@ -105,19 +104,19 @@ def float8_mm(
         scaling = ScalingType.RowWise
         scales = _rows(a), _rows(b).view(1, -1)
     # With a result in float32 the unit adds no bias.
-    adds_bias = bias_C is not None and dtype is torch.float32
-    y_MC = F.scaled_mm(
+    unit_bias = None if dtype is torch.float32 else bias_C
+    y_MC = scaled_mm(
         _aligned(a.codes),
         _aligned(b.codes).t(),
         scales[0],
         scaling,
         scales[1],
         scaling,
-        bias=None if adds_bias else bias_C,
+        bias=unit_bias,
         output_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
-    return y_MC + bias_C if adds_bias else y_MC
+    return y_MC if bias_C is unit_bias or bias_C is None else y_MC + bias_C
 
 
 def float8_grouped_mm(
@@ -172,7 +171,7 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_grouped_mm(a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool) -> Tensor:
-    return F.scaled_grouped_mm(
+    return scaled_grouped_mm(
         _aligned(a.codes),
         _aligned(b.codes).mT,
         a.scale_inv,
