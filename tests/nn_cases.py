@@ -205,7 +205,7 @@ class Shard(nn.Parameter):
 
     def listen(self) -> Shard:
         self.asked: list[str] = []
-        self.main_grad = torch.zeros(self.shape)
+        self.main_grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self
 
     def materialize_group_for_forward(self) -> Tensor:
@@ -223,7 +223,7 @@ class Shard(nn.Parameter):
 
     def grad_buffer(self) -> Tensor:
         self.asked.append("grad_buffer")
-        return torch.empty(self.shape)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def shard(module: nn.Module) -> list[Shard]:

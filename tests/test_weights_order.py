@@ -1,62 +1,94 @@
-"""The order of uses is a hint from the last pass; what it did not expect is counted."""
+"""All ranks plan the same convoys from the uses of the last pass, and start them in time."""
 
 from __future__ import annotations
 
-from backstash.formats import Usage
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstash.weights.agreement import Kind, Pass, Wish
 from backstash.weights.order import Order
 
-
-def use(number: int) -> tuple[int, Usage]:
-    return number, Usage.ROWWISE
+GATHER, REDUCE = Kind.GATHER_COLUMNS, Kind.REDUCE
 
 
-def passes(order: Order, *numbers: int) -> list[list[int]]:
-    """What was expected after each use."""
-    expected = []
-    for number in numbers:
-        order.saw(use(number))
-        expected.append([index for index, _ in order.upcoming(2)])
-    order.close()
-    return expected
+def use(kind: Kind, bundle: int) -> Wish:
+    return Wish(kind, Pass.BACKWARD, bundle)
 
 
-def test_the_first_pass_expects_nothing_and_is_no_surprise() -> None:
-    order = Order()
-    assert passes(order, 0, 1, 2) == [[], [], []]
-    assert order.surprises == 0
+def backward(layers: int) -> list[Wish]:
+    """Each layer gathers, and then reduces."""
+    return [use(kind, i) for i in reversed(range(layers)) for kind in (GATHER, REDUCE)]
 
 
-def test_a_pass_like_the_last_one_is_expected_whole() -> None:
-    order = Order()
-    passes(order, 0, 1, 0, 2)
-    assert passes(order, 0, 1, 0, 2) == [[1, 0], [0, 2], [2], []]
-    assert order.surprises == 0
+def one_byte(use: Wish) -> tuple[int, str]:
+    return 1, "alike"
 
 
-def test_a_skipped_use_is_one_surprise_and_the_guess_goes_on_behind_it() -> None:
-    order = Order()
-    passes(order, 0, 1, 2, 3)
-    assert passes(order, 0, 2, 3) == [[1, 2], [3], []]
-    assert order.surprises == 1
+def moved(order: Order) -> list[list[tuple[str, int]]]:
+    """What each convoy carries."""
+    uses = [[order.uses[i] for i in convoy] for convoy in order.convoys]
+    return [[(u.kind.name[0].lower(), u.bundle) for u in convoy] for convoy in uses]
 
 
-def test_a_new_use_is_one_surprise_and_moves_the_guess_nowhere() -> None:
-    order = Order()
-    passes(order, 0, 1)
-    assert passes(order, 0, 7, 1) == [[1], [1], []]
-    assert order.surprises == 1
+def test_without_prefetch_everything_starts_when_it_is_asked_for() -> None:
+    order = Order.of(backward(2), 0, 0, one_byte)
+    assert moved(order) == [[("g", 1)], [("r", 1)], [("g", 0)], [("r", 0)]]
+    assert order.first == 0
+    assert order.ready == order.ahead == (1, 2, 3, 4)
 
 
-def test_rows_and_columns_of_a_weight_are_two_uses() -> None:
-    order = Order()
-    passes(order, 0)
-    order.saw((0, Usage.COLUMNWISE))
-    assert order.surprises == 1
+def test_gathers_run_ahead_of_the_reductions_before_them() -> None:
+    order = Order.of(backward(3), 1, 0, one_byte)
+    assert moved(order) == [[("g", 2)], [("g", 1)], [("r", 2)], [("g", 0)], [("r", 1)], [("r", 0)]]
+    assert order.first == 1
+    assert order.ready == (1, 3, 3, 5, 5, 6)
+    assert order.ahead == (2, 3, 4, 5, 5, 6)
 
 
-def test_a_pass_that_failed_teaches_nothing() -> None:
-    order = Order()
-    passes(order, 0, 1)
-    order.saw(use(5))
-    order.forget()
-    assert passes(order, 0, 1) == [[1], []]
+def test_small_uses_move_together_and_a_large_one_alone() -> None:
+    sizes = {0: 1, 1: 1, 2: 9, 3: 2, 4: 1}
+    uses = [use(GATHER, i) for i in range(5)] + [use(REDUCE, i) for i in range(5)]
+    order = Order.of(uses, 1, 3, lambda use: (sizes[use.bundle], None))
+    names = [[bundle for _, bundle in convoy] for convoy in moved(order)]
+    assert names == [[0, 1], [2], [3, 4], [0, 1], [2], [3, 4]]
+
+
+def test_what_is_not_alike_does_not_move_together() -> None:
+    uses = [use(REDUCE, i) for i in range(4)]
+    order = Order.of(uses, 1, 100, lambda use: (1, use.bundle < 2))
+    assert [[bundle for _, bundle in convoy] for convoy in moved(order)] == [[0, 1], [2, 3]]
+
+
+def test_a_pass_without_uses_has_no_convoys() -> None:
+    assert Order.of([], 2, 0, one_byte).convoys == ()
+
+
+USES = st.lists(st.builds(use, st.sampled_from([GATHER, REDUCE]), st.integers(0, 5)), max_size=20)
+
+
+@given(USES, st.integers(0, 3), st.integers(0, 4))
+def test_each_use_is_served_once_and_in_time(uses: list[Wish], prefetch: int, most: int) -> None:
+    order = Order.of(uses, prefetch, most, one_byte)
+    assert sorted(i for convoy in order.convoys for i in convoy) == list(range(len(uses)))
+    assert all(len(convoy) <= max(1, most) for convoy in order.convoys)
+    started = order.first
+    for i, now in enumerate(uses):
+        assert started <= order.ready[i] <= order.ahead[i]
+        started = order.ahead[i]
+        if now.kind is GATHER:
+            assert any(i in convoy for convoy in order.convoys[: order.ready[i]])
+            open_gathers = [
+                convoy
+                for convoy in order.convoys[:started]
+                if uses[convoy[0]].kind is GATHER and convoy[-1] > i
+            ]
+            # The convoy in use may carry more than this one.
+            assert len(open_gathers) <= prefetch + 1
+        else:
+            # Nothing is sent before its gradient is there.
+            assert all(
+                max(convoy) <= i
+                for convoy in order.convoys[:started]
+                if uses[convoy[0]].kind is REDUCE
+            )
+    assert started == len(order.convoys)

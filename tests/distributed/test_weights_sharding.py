@@ -91,7 +91,8 @@ def test_a_group_of_one_sends_nothing(ranks: Ranks) -> None:
 
 def prefetching(group: Any, prefetch: int) -> list[int]:
     model = Stack(5)
-    sharding = shard_weights(model, group, prefetch=prefetch)
+    options = ShardOptions(together_bytes=0)
+    sharding = shard_weights(model, group, prefetch=prefetch, options=options)
     whole = sharding.bundles[0].whole_bytes
     peaks = []
     for number in range(6):
@@ -112,6 +113,33 @@ def test_at_most_the_weight_in_use_and_those_ahead_of_it_are_in_memory(
     for steady, most in ranks.run(prefetching, prefetch):
         assert steady == 1 + prefetch
         assert most <= 2 + prefetch
+
+
+def moving_together(group: Any, weights: int) -> tuple[int, int]:
+    """Whole weights in memory at most, and collectives in a step once its order is known."""
+    model = Stack(6)
+    whole = H * H * 4
+    options = ShardOptions(together_bytes=weights * whole)
+    sharding = shard_weights(model, group, prefetch=1, options=options)
+    peaks, collectives = [], 0
+    for number in range(4):
+        sharding.channel.leases.reset_peak()
+        before = sharding.channel.collectives
+        stack_step(model, number)
+        collectives = sharding.channel.collectives - before
+        peaks.append(sharding.channel.leases.peak_bytes // whole)
+        assert nothing_is_lent(sharding)
+    assert sharding.surprises == 0
+    return min(peaks[1:]), collectives
+
+
+@pytest.mark.parametrize("weights", [1, 2, 3, 6])
+def test_small_weights_move_together_in_one_collective(ranks: Ranks, weights: int) -> None:
+    for peak, collectives in ranks.run(moving_together, weights):
+        # Forward gathers six, backward five (the first layer's input needs no gradient) and
+        # reduces six.
+        assert collectives == sum(-(-moved // weights) for moved in (6, 5, 6))
+        assert peak <= 2 * weights
 
 
 def surprising(group: Any) -> None:
@@ -223,29 +251,39 @@ def test_a_graph_may_be_run_twice_and_two_graphs_at_once(ranks: Ranks) -> None:
     ranks.run(again)
 
 
-def whole_gradients(group: Any) -> int:
-    """The most whole gradients that were in memory when another one was made."""
+def whole_gradients(group: Any, prefetch: int) -> list[int]:
+    """The most whole gradients that were in memory when another one was made, in two steps."""
     model = Stack(6)
-    sharding = shard_weights(model, group)
+    options = ShardOptions(together_bytes=0)
+    sharding = shard_weights(model, group, prefetch=prefetch, options=options)
     storages: list[StorageWeakRef] = []
     most = 0
     for bundle in sharding.bundles:
-        reduce = bundle.reduce
+        prepare = bundle.prepare_reduction
 
-        def watched(grads: Any, wide: Any, reduce: Any = reduce) -> Any:
+        def watched(grads: Any, wide: Any, prepare: Any = prepare) -> Any:
             nonlocal most
             storages.append(StorageWeakRef(grads[0].untyped_storage()))
             most = max(most, sum(not storage.expired() for storage in storages))
-            return reduce(grads, wide)
+            return prepare(grads, wide)
 
-        bundle.reduce = watched  # pyright: ignore[reportAttributeAccessIssue]
-    stack_step(model, 0)
-    return most
+        bundle.prepare_reduction = watched  # pyright: ignore[reportAttributeAccessIssue]
+    counts = []
+    for number in range(2):
+        most = 0
+        stack_step(model, number)
+        counts.append(most)
+    return counts
 
 
-def test_one_whole_gradient_is_on_its_way_while_the_next_is_made(ranks: Ranks) -> None:
-    # gloo's thread may hold one a moment longer.
-    assert all(2 <= most <= 3 for most in ranks.run(whole_gradients))
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_few_whole_gradients_are_on_their_way_while_the_next_is_made(
+    ranks: Ranks, prefetch: int
+) -> None:
+    running = max(1, prefetch)
+    for counts in ranks.run(whole_gradients, prefetch):
+        # gloo's thread may hold one a moment longer.
+        assert all(running + 1 <= most <= running + 2 for most in counts)
 
 
 def built_and_deleted(group: Any) -> list[int]:

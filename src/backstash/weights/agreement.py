@@ -1,11 +1,14 @@
 """What all ranks do next, when each of them wants something else.
 
 A collective hangs unless every rank joins it.  But a rank may skip a layer, use weights in
-another order, have nothing to reduce, or be on its way out with an exception.  So before each
-collective every rank says what it wishes, one number on the host, and all do what the *least*
-number says: the rank that wished it gets it, and the others join in with their shard (or with
-zeros for a gradient) and wish again.  Each round serves at least one rank, so all get on, and
-a rank that skips a layer serves the others that do not.
+another order, have nothing to reduce, or be on its way out with an exception.  As long as the
+ranks do what they did in the last pass, its order says what comes next
+(:mod:`backstash.weights.order`), and only the end of a pass is agreed on.  In the first pass,
+and where a rank wants what is not in the order, every rank says before each collective what it
+wishes, one number on the host, and all do what the *least* number says: the rank that wished it
+gets it, and the others join in with their shard (or with zeros for a gradient) and wish again.
+Each round serves at least one rank, so all get on, and a rank that skips a layer serves the
+others that do not.
 
 Wishes come in the order of a step: forward before backward, weights in the order of the model
 (the reverse in backward), the end of a pass last.  A rank that wishes the end of a pass
@@ -47,11 +50,16 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """One thing that a rank wants done: with which bundle of weights, in which pass."""
+    """One thing that a rank wants done: with which bundle of weights, in which pass.
+
+    Attributes:
+        is_changed: Of the end of a pass: whether it was not gone through as the last one.
+    """
 
     kind: Kind
     during: Pass
     bundle: int = 0
+    is_changed: bool = dataclasses.field(default=False, compare=False, kw_only=True)
 
     @property
     def code(self) -> int:
@@ -60,14 +68,15 @@ class Wish:
             due = _SPAN - 1
         else:
             due = self.bundle if self.during is Pass.FORWARD else _SPAN - 2 - self.bundle
-        return (self.during * _SPAN + due) * len(Kind) + self.kind
+        return ((self.during * _SPAN + due) * len(Kind) + self.kind) * 2 + self.is_changed
 
     @classmethod
     def from_code(cls, code: int) -> Wish:
         """The wish that has this number."""
+        code, is_changed = divmod(code, 2)
         (during, due), kind = divmod(code // len(Kind), _SPAN), Kind(code % len(Kind))
         if kind is Kind.END:
-            return cls(kind, Pass(during))
+            return cls(kind, Pass(during), is_changed=bool(is_changed))
         return cls(kind, Pass(during), due if during == Pass.FORWARD else _SPAN - 2 - due)
 
     @property
@@ -86,6 +95,8 @@ class Agreement:
     def settle(self, wish: Wish) -> Wish:
         """What all ranks do now: this wish, or one that is due before it.
 
+        The end of a pass is changed if it is on any rank.
+
         Raises:
             PeerError: Another rank failed, is gone, or runs another program.
         """
@@ -101,14 +112,16 @@ class Agreement:
                 f"rank {-least - 1} of this group raised an exception and left the step; this "
                 "rank stops as well, so that none waits for it"
             )
-        now = Wish.from_code(least)
-        if now.kind is Kind.END and least != most:
+        now, last = Wish.from_code(least), Wish.from_code(most)
+        if now.kind is not Kind.END:
+            return now
+        if now != last:
             raise PeerError(
                 f"a rank of this group has ended its {now.during.name.lower()} pass, and another "
-                f"is elsewhere ({Wish.from_code(most)}); every rank must run as many forward and "
-                "backward passes, or call join() in place of a backward pass"
+                f"is elsewhere ({last}); every rank must run as many forward and backward passes, "
+                "or call join() in place of a backward pass"
             )
-        return now
+        return last
 
     def announce_failure(self) -> None:
         """Tell the others that this rank has raised; does not wait for them."""

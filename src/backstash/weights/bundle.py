@@ -18,7 +18,7 @@ from backstash.errors import BackstashError, ShapeError
 from backstash.formats import Usage
 from backstash.weights.channel import Channel
 from backstash.weights.states import State
-from backstash.weights.transfer import Gather, Member, Reduction
+from backstash.weights.transfer import Gather, Member, Reduction, send_gathers, send_reductions
 
 
 class Bundle:
@@ -65,15 +65,34 @@ class Bundle:
         kinds = [member.kind for member in self.members]
         return sum(kind.layout.shape.numel() * kind.dtype.itemsize for kind in kinds)
 
+    def load(self, *, is_gather: bool) -> tuple[int, Any]:
+        """Bytes that a collective moves, and what those that share one must have in common."""
+        kind, device = self.members[0].kind, self.weights[0].device
+        return self.whole_bytes, (device, None if is_gather else kind.dtype)
+
     def gather(self, usage: Usage) -> Gather:
         """Start to gather; all ranks do, now."""
+        gather = self.pack(usage)
+        send_gathers([gather], self.channel)
+        return gather
+
+    def pack(self, usage: Usage) -> Gather:
+        """A gather that is ready to be sent."""
         shards = [weight.shard for weight in self.weights]
         gather = Gather(self.members, shards, self.channel, usage)
         self._gathers = [g for g in self._gathers if g.state is not State.SHARDED] + [gather]
         return gather
 
     def reduce(self, grads: Sequence[Tensor | None] | None, wide: torch.dtype | None) -> Reduction:
-        """Start to reduce; None, for one gradient or all, means zeros."""
+        """Start to reduce; all ranks do, now.  None, for one gradient or all, means zeros."""
+        reduction = self.prepare_reduction(grads, wide)
+        send_reductions([reduction], self.channel, wide)
+        return reduction
+
+    def prepare_reduction(
+        self, grads: Sequence[Tensor | None] | None, wide: torch.dtype | None
+    ) -> Reduction:
+        """A reduction that is ready to be sent."""
         given = [None] * len(self.members) if grads is None else grads
         if len(given) != len(self.members):
             raise ShapeError(

@@ -27,6 +27,10 @@ from backstash.errors import ConfigError, PeerError
 from backstash.weights.lease import Leases
 
 
+class LostPeerError(PeerError):
+    """A collective failed, so there is nobody any more to finish the others with."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Parcel:
     """A matrix that travels: this rank's rows, and how many each rank has."""
@@ -48,12 +52,22 @@ class Parcel:
 
 
 class Arrival:
-    """Matrices on their way; :meth:`wait` gives the whole of each, once."""
+    """Matrices on their way; :meth:`wait` gives the whole of each, once.
+
+    What was sent together can be parted (:meth:`take_first`); the parts share the list of
+    works, which the first that waits empties: to wait twice can deliver twice.
+    """
 
     def __init__(self, works: list[Any], wholes: list[Tensor], parcels: list[Parcel]) -> None:
         self._works = works
         self._wholes = wholes
         self._parcels = parcels
+
+    def take_first(self, count: int) -> Arrival:
+        """Part off the first so many matrices, to be waited for on their own."""
+        first = Arrival(self._works, self._wholes[:count], self._parcels[:count])
+        self._wholes, self._parcels = self._wholes[count:], self._parcels[count:]
+        return first
 
     def wait(self) -> list[Tensor]:
         """Wait for the collective, and give what it brought."""
@@ -69,6 +83,7 @@ class Channel:
     Attributes:
         wire_bytes: Bytes of all weights and gradients sent, padding included, counted once for
             all ranks: what a gather of a weight in bf16 costs is two bytes an element.
+        collectives: How many gathers and reductions of weights were started.
         agreements: How often the ranks agreed on what to do next.
         leases: The memory lent for what arrives.
 
@@ -88,6 +103,7 @@ class Channel:
         self.size = dist.get_world_size(group)
         self.leases = Leases()
         self.wire_bytes = 0
+        self.collectives = 0
         self.agreements = 0
 
     def agree(self, code: int) -> tuple[int, int]:
@@ -143,6 +159,7 @@ class Channel:
             for rows in sent
         ]
         self.wire_bytes += sum(whole.nbytes for whole in wholes)
+        self.collectives += 1
         with _peers("gather a weight"):
             work = self.group.allgather_into_tensor_coalesced(wholes, sent)
         # A collective reads what is sent until it is done, so the works hold it.
@@ -158,6 +175,7 @@ class Channel:
         sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
         shards = [rows.new_empty(len(rows) // self.size, *rows.shape[1:]) for rows in sent]
         self.wire_bytes += sum(rows.nbytes for rows in sent)
+        self.collectives += 1
         with _peers("reduce a gradient"):
             work = self.group.reduce_scatter_tensor_coalesced(shards, sent)
         return Arrival([(work, sent)], shards, parcels)
@@ -170,6 +188,7 @@ class Channel:
             return Arrival([], sent, parcels)
         self.wire_bytes += sum(rows.nbytes for rows in sent)
         arrived = [torch.empty_like(rows) for rows in sent]
+        self.collectives += 1
         with _peers("reduce a gradient"):
             works = [
                 (dist.all_to_all_single(new, rows, group=self.group, async_op=True), rows)
@@ -197,7 +216,7 @@ def _peers(what: str) -> Iterator[None]:
     except PeerError:
         raise
     except RuntimeError as error:
-        raise PeerError(
+        raise LostPeerError(
             f"the ranks of this group were to {what}, but another one has gone or did not answer "
             f"in time ({error}); look at the output of the other ranks, and start all again"
         ) from error

@@ -47,6 +47,8 @@ class ShardOptions:
             it to the collective, which adds in their own.
         delivery: ``"overlapped"`` or ``"at_once"``.
         others: ``"reduce"`` or ``"leave"`` the gradients of all other parameters.
+        together_bytes: The most bytes of whole weights that move in one collective, if they are
+            used one after the other; larger ones move alone.
 
     Raises:
         ConfigError: A field is not one of these.
@@ -57,6 +59,7 @@ class ShardOptions:
     accumulate: torch.dtype | None = None
     delivery: Delivery | str = Delivery.OVERLAPPED
     others: Others | str = Others.REDUCE
+    together_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
         kinds = {"split": Split, "reduce": Reduce, "delivery": Delivery, "others": Others}
@@ -68,6 +71,11 @@ class ShardOptions:
         ):
             raise ConfigError(
                 f"accumulate must be torch.float32, torch.float64 or None, got {dtype!r}"
+            )
+
+        if not isinstance(self.together_bytes, int) or self.together_bytes < 0:
+            raise ConfigError(
+                f"together_bytes is a number of bytes, zero or more, got {self.together_bytes!r}"
             )
 
     def divisor(self, ranks: int) -> int:

@@ -1,55 +1,97 @@
-"""In which order weights are used, learnt from the last time.
+"""In which order the collectives of a pass come, known from the last time, and in which convoys.
 
-The order is a hint, never a promise.  What comes next is guessed from the last pass; a use
-that the guess did not expect is a *surprise*: it is counted, and the guess goes on from where
-that use was last time, if it was there at all.
+The first pass is agreed on, one collective after the other.  All ranks took part in it, so
+all know its *order*: every gather and every reduction, as they came.  In the next pass of the
+same kind nobody asks any more: each rank goes through the order by itself, and since all do,
+no collective waits for a rank that does something else.  A rank that leaves a layer out still
+joins its collectives, in their turn; what is not in the order waits until it is done with.
+
+What lies near each other in the order moves together, in a *convoy*: one collective instead
+of several small ones.  And what will be gathered next starts before it is asked for, a fixed
+number of convoys ahead of each use.  Both follow from the order alone, so all ranks start
+the same convoys one after the other, whenever each of them comes to it.
 """
 
 from __future__ import annotations
 
-from backstash.formats import Usage
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 
-#: Which bundle, and in which direction.
-Use = tuple[int, Usage]
+from backstash.weights.agreement import Kind, Wish
+
+#: What a use moves: how many bytes, and what those that move together must have in common.
+Weigh = Callable[[Wish], tuple[int, Hashable]]
 
 
+@dataclasses.dataclass(frozen=True)
 class Order:
-    """The uses of one kind of pass (forward, or backward), as they were the last time.
+    """The uses of a pass, and when the convoys that serve them start.
 
     Attributes:
-        surprises: Uses that were not the one expected, over all passes but the first.
+        uses: Every gather and reduction, in the order in which they were asked for.
+        convoys: Positions in ``uses`` that move together, in the order in which they start.
+        first: How many convoys start when the pass begins.
+        ready: For each use, how many must have started before it is served.
+        ahead: For each use, how many have started when it is served.
     """
 
-    def __init__(self) -> None:
-        self.surprises = 0
-        self._last: tuple[Use, ...] = ()
-        self._now: list[Use] = []
-        self._next = 0
+    uses: tuple[Wish, ...]
+    convoys: tuple[tuple[int, ...], ...]
+    first: int
+    ready: tuple[int, ...]
+    ahead: tuple[int, ...]
 
-    def saw(self, use: Use) -> None:
-        """Take a use in, and move the guess behind it."""
-        self._now.append(use)
-        if not self._last:
-            return
-        try:
-            position = self._last.index(use, self._next)
-        except ValueError:
-            self.surprises += 1
-            return
-        self.surprises += position != self._next
-        self._next = position + 1
+    @classmethod
+    def of(cls, uses: Sequence[Wish], prefetch: int, together_bytes: int, weigh: Weigh) -> Order:
+        """Plan the convoys of a pass, by going through it once.
 
-    def upcoming(self, count: int) -> tuple[Use, ...]:
-        """The next ``count`` uses, as far as the last pass knows."""
-        return self._last[self._next : self._next + count]
+        Args:
+            uses: Of the last pass.
+            prefetch: How many convoys of gathers run ahead of the one in use.
+            together_bytes: The most that a convoy of several carries.
+            weigh: What each use moves.
+        """
+        gathers = [i for i, use in enumerate(uses) if use.kind is not Kind.REDUCE]
+        reductions = [i for i, use in enumerate(uses) if use.kind is Kind.REDUCE]
+        loads = [weigh(use) for use in uses]
+        coming = _in_convoys(gathers, loads, together_bytes)
+        leaving = {convoy[-1]: convoy for convoy in _in_convoys(reductions, loads, together_bytes)}
+        number = {i: place for place, convoy in enumerate(coming) for i in convoy}
+        convoys: list[tuple[int, ...]] = []
+        ready, ahead = [], []
+        started = 0
 
-    def close(self) -> None:
-        """The pass has ended: it is what the next one is guessed from."""
-        if self._now:
-            self._last = tuple(self._now)
-        self.forget()
+        def start(until: int) -> None:
+            nonlocal started
+            convoys.extend(coming[started:until])
+            started = max(started, until)
 
-    def forget(self) -> None:
-        """The pass has failed: nothing is learnt from it."""
-        self._now.clear()
-        self._next = 0
+        start(prefetch)
+        first = len(convoys)
+        for i in range(len(uses)):
+            if i in number:
+                start(number[i] + 1)
+                ready.append(len(convoys))
+                start(number[i] + 1 + prefetch)
+            else:
+                convoys.extend([leaving[i]] if i in leaving else [])
+                ready.append(len(convoys))
+            ahead.append(len(convoys))
+        return cls(tuple(uses), tuple(convoys), first, tuple(ready), tuple(ahead))
+
+
+def _in_convoys(
+    indices: Sequence[int], loads: Sequence[tuple[int, Hashable]], most_bytes: int
+) -> list[tuple[int, ...]]:
+    """Runs of uses that are alike and small enough together; a larger one goes alone."""
+    convoys: list[list[int]] = []
+    total, kind = 0, None
+    for i in indices:
+        size, alike = loads[i]
+        if convoys and alike == kind and total + size <= most_bytes:
+            convoys[-1].append(i)
+            total += size
+        else:
+            convoys.append([i])
+            total, kind = size, alike
+    return [tuple(convoy) for convoy in convoys]

@@ -59,7 +59,7 @@ def shard_weights(
     *,
     filter: Filter | None = None,
     gather: Recipe | str = "high_precision",
-    prefetch: int = 1,
+    prefetch: int = 2,
     options: ShardOptions | None = None,
 ) -> Sharding:
     """Leave each rank of ``group`` a part of each weight of ``module``, in place.
@@ -74,7 +74,8 @@ def shard_weights(
             library ask for.  Modules of your own take part where the filter names their
             parameters and they ask with :func:`materialize_weight_for_forward`.
         gather: In what the weights travel: a recipe's format for weights, or a recipe's name.
-        prefetch: How many gathers run ahead of their use; each holds a whole weight.
+        prefetch: How many gathers run ahead of the one in use; each holds a whole weight, or
+            several small ones that move together (:class:`ShardOptions`).
         options: How weights are cut and gradients reduced.
 
     Returns:
@@ -94,7 +95,7 @@ def shard_weights(
     places = _chosen_places(module, filter)
     bundles = _in_bundles(places)
     members = [[_member(place, recipe, channel, options) for place in b] for b in bundles]
-    _check_same_model(channel, members)
+    _check_same_model(channel, members, (prefetch, options))
     sharding = Sharding(channel, prefetch, options)
     replicated = _replicated(module, places, options)
     for parameter in replicated:
@@ -216,10 +217,18 @@ def _ways(place: _Place, recipe: Recipe) -> dict[Usage, Travel]:
     }
 
 
-def _check_same_model(channel: Channel, members: list[list[Member]]) -> None:
+def _check_same_model(channel: Channel, members: list[list[Member]], how: tuple[Any, ...]) -> None:
     mine = [(m.name, m.layout.shape, str(m.kind.dtype)) for bundle in members for m in bundle]
     theirs: list[Any] = [None] * channel.size
+    hows: list[Any] = [None] * channel.size
     dist.all_gather_object(theirs, mine, group=channel.group)
+    dist.all_gather_object(hows, how, group=channel.group)
+    for rank, other in enumerate(hows):
+        if other != hows[0]:
+            raise ConfigError(
+                f"every rank must shard with the same prefetch and options, but rank {rank} has "
+                f"{other} and rank 0 has {hows[0]}"
+            )
     for rank, other in enumerate(theirs):
         if other != theirs[0]:
             differing = [pair for pair in zip(theirs[0], other, strict=False) if pair[0] != pair[1]]

@@ -1,11 +1,12 @@
 """All sharded weights of one model: who moves when, and how a step ends.
 
-A pass is forward or backward.  In each the weights are gathered one after the other, each
-ahead of its use as far as the order of the last pass tells, and in backward their gradients
-are reduced behind it.  Before each collective the ranks agree on it
-(:mod:`backstash.weights.agreement`), so a rank may skip layers or raise.
+A pass is forward or backward.  In each the weights are gathered one after the other, and in
+backward their gradients are reduced behind it.  The first pass of a kind is learnt: its
+collectives are agreed on one by one (:mod:`backstash.weights.agreement`).  The next ones go
+through the order that it had (:mod:`backstash.weights.progress`), and gather ahead of use.
+An order that some rank did not follow is learnt anew.
 
-A pass ends by agreement too: the end of forward with the forward of the module, the end of
+A pass ends by agreement: the end of forward with the forward of the module, the end of
 backward when autograd is done with everything.  After that all gradients are where they
 belong, on all ranks, and no memory is lent any more.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,17 +25,17 @@ from torch.utils import _pytree as pytree
 from backstash.errors import ConfigError, PeerError
 from backstash.formats import Usage
 from backstash.weights.agreement import Agreement, Kind, Pass, Wish
+from backstash.weights.arrivals import Arrivals, add_to_buffers
 from backstash.weights.bundle import Bundle
-from backstash.weights.channel import Channel
+from backstash.weights.channel import Channel, LostPeerError
 from backstash.weights.options import Delivery, ShardOptions
 from backstash.weights.order import Order
+from backstash.weights.progress import Progress
 from backstash.weights.replicas import Replicas
-from backstash.weights.transfer import Gather, Reduction
 
 _GATHERS = {Usage.ROWWISE: Kind.GATHER_ROWS, Usage.COLUMNWISE: Kind.GATHER_COLUMNS}
-# While one gradient is on its way the next is computed; a second one on its way would only
-# hold the memory of a whole gradient for longer.
-_REDUCTIONS_AT_ONCE = 1
+# Passes of one kind in a row that have orders of their own, as two backward passes a step may.
+_RUN = 4
 
 
 class Sharding:
@@ -45,7 +45,8 @@ class Sharding:
         bundles: The weights that move together, in the order of the model.
         channel: The process group; its ``wire_bytes`` and ``leases`` are counters.
         options: As they were given.
-        prefetch: How many gathers run ahead of their use.
+        prefetch: How many convoys of gathers run ahead of the one in use.
+        surprises: Uses of a weight that were not the next one of the pass before.
     """
 
     def __init__(self, channel: Channel, prefetch: int, options: ShardOptions) -> None:
@@ -53,12 +54,17 @@ class Sharding:
         self.prefetch = prefetch
         self.options = options
         self.bundles: list[Bundle] = []
+        self.surprises = 0
         self._divisor = options.divisor(channel.size)
         self._replicas = Replicas((), channel, self._divisor)
         self._agreement = Agreement(channel)
-        self._orders = {during: Order() for during in Pass}
-        self._ahead: list[tuple[Bundle, Usage, Gather]] = []
-        self._reducing: deque[tuple[Bundle, Reduction]] = deque()
+        self._arrivals = Arrivals(self._divisor, max(1, prefetch))
+        self._orders: dict[tuple[Pass, int], Order] = {}
+        self._runs = dict.fromkeys(Pass, 0)
+        self._log: list[Wish] = []
+        self._progress: Progress | None = None
+        self._open: Pass | None = None
+        self._is_free = False
         self._in_backward = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -72,11 +78,6 @@ class Sharding:
             "a sharded model cannot be pickled, because its process group cannot; save its "
             "state_dict() with torch.distributed.checkpoint"
         )
-
-    @property
-    def surprises(self) -> int:
-        """Uses of a weight that the order of the pass before did not expect."""
-        return sum(order.surprises for order in self._orders.values())
 
     @property
     def wire_bytes(self) -> int:
@@ -103,13 +104,12 @@ class Sharding:
         during = _pass()
         if during is Pass.BACKWARD:
             self._begin_backward()
+        wish = Wish(_GATHERS[usage], during, bundle.index)
         with self._together():
-            gather = self._arrived(bundle, usage)
+            gather = self._progress.gather(wish) if self._progress else None
             if gather is None:
-                self._obtain(Wish(_GATHERS[usage], during, bundle.index))
+                self._obtain(wish)
                 gather = bundle.gather(usage)
-            self._orders[during].saw((bundle.index, usage))
-            self._look_ahead(during)
             return gather.take()
 
     def reduce(
@@ -123,16 +123,17 @@ class Sharding:
         backward_runs = _pass() is Pass.BACKWARD
         if backward_runs:
             self._begin_backward()
+        wish = Wish(Kind.REDUCE, Pass.BACKWARD, bundle.index)
         with self._together():
-            self._obtain(Wish(Kind.REDUCE, Pass.BACKWARD, bundle.index))
-            reduction = bundle.reduce(grads, self.options.accumulate)
+            if not (self._progress and self._progress.reduce(wish, grads)):
+                self._obtain(wish)
+                reduction = bundle.reduce(grads, self.options.accumulate)
+                self._arrivals.expect([(bundle, reduction, None)])
             if self.options.delivery is Delivery.OVERLAPPED and backward_runs:
-                self._reducing.append((bundle, reduction))
-                self._deliver(_REDUCTIONS_AT_ONCE)
                 return [None] * len(grads)
-            shares = [grad.div_(self._divisor) for grad in reduction.finish()]
+            shares = self._arrivals.take_last()
         if fused:
-            _add_to_buffers(bundle, shares)
+            add_to_buffers(bundle, shares)
             return [None] * len(grads)
         return [g.to(w.dtype) for g, w in zip(shares, bundle.weights, strict=True)]
 
@@ -147,26 +148,29 @@ class Sharding:
         """
         self._replicas.set_aside()
         self._in_backward = True
+        self._begin_pass(Pass.BACKWARD)
         self._end_backward()
 
     # --- the passes ---------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        if _pass() is Pass.FORWARD and self._in_backward:
+        if _pass() is Pass.BACKWARD:
+            return  # recomputation
+        if self._in_backward:
             # A backward that came to no end: it raised here, and the others wait for it.
-            self._agreement.announce_failure()
-            self._start_over()
+            self._fail()
+        self._begin_pass(Pass.FORWARD)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _pass() is Pass.BACKWARD:
             return
         if output is None and (error := sys.exc_info()[1]) is not None:
-            if not isinstance(error, PeerError):
-                self._agreement.announce_failure()
-            self._start_over()
+            if isinstance(error, PeerError):
+                self._start_over(waits=not isinstance(error, LostPeerError))
+            else:
+                self._fail()
             return
         with self._together():
-            self._obtain(Wish(Kind.END, Pass.FORWARD))
             self._end_pass(Pass.FORWARD)
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         if wanted := [t for t in tensors if t.requires_grad]:
@@ -181,99 +185,118 @@ class Sharding:
         self._replicas.set_aside()
         # Queued from the queue: behind what other wrappers queue to end their own backward.
         _when_backward_ends(lambda: _when_backward_ends(self._end_backward))
+        self._begin_pass(Pass.BACKWARD)
 
     def _end_backward(self) -> None:
         with self._together():
-            self._obtain(Wish(Kind.END, Pass.BACKWARD))
-            self._deliver(0)
             self._end_pass(Pass.BACKWARD)
             self._replicas.reduce()
             self._in_backward = False
 
+    def _begin_pass(self, during: Pass) -> None:
+        """Follow the order of the last such pass, if all ranks know that they begin it now."""
+        self._open = during
+        order = self._orders.get(self._key(during))
+        if order is None or self._is_free:
+            return
+        bundles, wide = self.bundles, self.options.accumulate
+        self._progress = Progress(order, bundles, self.channel, wide, self._arrivals.expect)
+        with self._together():
+            self._progress.begin()
+
     def _end_pass(self, during: Pass) -> None:
-        self._drop_ahead()
-        self._orders[during].close()
+        progress = self._progress
+        if progress is not None:
+            progress.run_out()
+        is_changed = progress is not None and progress.is_changed
+        end = self._obtain(Wish(Kind.END, during, is_changed=is_changed))
+        self._arrivals.finish()
+        key = self._key(during)
+        if progress is None and not self._is_free:
+            self._orders[key] = self._order_of(self._log)
+        elif progress is not None and end.is_changed:
+            del self._orders[key]
+            self._settle_doubts(progress.order)
+        self._close(progress)
+        self._runs[Pass.FORWARD if during is Pass.BACKWARD else Pass.BACKWARD] = 0
+        self._runs[during] += 1
+
+    def _close(self, progress: Progress | None) -> None:
+        self.surprises += 0 if progress is None else progress.surprises
+        self._progress = self._open = None
+        self._is_free = False
+        self._log.clear()
+
+    def _key(self, during: Pass) -> tuple[Pass, int]:
+        """Which passes are taken to be alike: those at the same place of a step."""
+        return during, min(self._runs[during], _RUN)
+
+    def _order_of(self, uses: Sequence[Wish]) -> Order:
+        def weigh(use: Wish) -> tuple[int, Any]:
+            is_gather = use.kind is not Kind.REDUCE
+            size, alike = self.bundles[use.bundle].load(is_gather=is_gather)
+            # What is waited for at once cannot wait for what comes after it.
+            alone = self.options.delivery is Delivery.AT_ONCE and not is_gather
+            return size, object() if alone else alike
+
+        return Order.of(uses, self.prefetch, self.options.together_bytes, weigh)
+
+    def _settle_doubts(self, order: Order) -> None:
+        """Find out which gradients are zeros because nobody had any."""
+        places = [i for i, use in enumerate(order.uses) if use.kind is Kind.REDUCE]
+        doubts = self._arrivals.doubts()
+        used = self.channel.any_of([place not in doubts for place in places])
+        is_used = dict(zip(places, used, strict=True))
+        self._arrivals.settle(is_used.__getitem__)
 
     # --- what the ranks do together -----------------------------------------------------------
 
-    def _obtain(self, wish: Wish) -> None:
-        """Serve the other ranks until it is this rank's turn."""
+    def _obtain(self, wish: Wish) -> Wish:
+        """Serve the other ranks until it is this rank's turn; gives what was agreed on."""
         while (now := self._agreement.settle(wish)) != wish:
+            self._note(now)
             bundle = self.bundles[now.bundle]
             if now.kind is Kind.REDUCE:
                 reduction = bundle.reduce(None, self.options.accumulate)
-                self._reducing.append((bundle, reduction))
-                self._deliver(_REDUCTIONS_AT_ONCE)
+                self._arrivals.expect([(bundle, reduction, None)])
             else:
                 bundle.gather(now.usage).drop()
+        if now.kind is not Kind.END:
+            self._note(now)
+        return now
 
-    def _arrived(self, bundle: Bundle, usage: Usage) -> Gather | None:
-        """The gather that ran ahead for this use, if one did and is still right."""
-        for place, (other, way, gather) in enumerate(self._ahead):
-            if other is bundle and way is usage:
-                del self._ahead[place]
-                if not gather.is_stale:
-                    return gather
-                gather.drop()
-                return None
-        return None
-
-    def _look_ahead(self, during: Pass) -> None:
-        """Let the gathers that are expected next run ahead, and no others."""
-        kept, self._ahead = self._ahead, []
-        expected = []
-        for index, usage in self._orders[during].upcoming(self.prefetch):
-            bundle = self.bundles[index]
-            same = (i for i, (b, way, _) in enumerate(kept) if b is bundle and way is usage)
-            place = next(same, None)
-            expected.append((bundle, usage, None if place is None else kept.pop(place)[2]))
-        for _, _, gather in kept:
-            gather.drop()
-        for bundle, usage, gather in expected:
-            if gather is None:
-                self._obtain(Wish(_GATHERS[usage], during, bundle.index))
-                gather = bundle.gather(usage)
-            self._ahead.append((bundle, usage, gather))
-
-    def _drop_ahead(self) -> None:
-        while self._ahead:
-            self._ahead.pop()[2].drop()
-
-    def _deliver(self, running: int) -> None:
-        """Finish reductions, oldest first, until only so many are on their way."""
-        while len(self._reducing) > running:
-            bundle, reduction = self._reducing.popleft()
-            shares = [grad.div_(self._divisor) for grad in reduction.finish()]
-            _add_to_buffers(bundle, shares)
+    def _note(self, now: Wish) -> None:
+        """All ranks do this now, so all see where a pass is not begun by the module's forward."""
+        self._log.append(now)
+        self._is_free = self._is_free or self._open is not now.during
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """Where another rank has failed, this one forgets the step."""
         try:
             yield
-        except PeerError:
-            self._start_over()
+        except PeerError as error:
+            self._start_over(waits=not isinstance(error, LostPeerError))
             raise
 
-    def _start_over(self) -> None:
+    def _fail(self) -> None:
+        """Do what the others count on, tell them, and forget the step."""
+        with contextlib.suppress(PeerError):
+            if self._progress is not None:
+                self._progress.run_out()
+            self._agreement.announce_failure()
+        self._start_over(waits=True)
+
+    def _start_over(self, *, waits: bool) -> None:
         """Forget what the failed step has begun; all ranks have begun the same."""
         with contextlib.suppress(PeerError):
-            self._drop_ahead()
-            while self._reducing:
-                self._reducing.popleft()[1].finish()
-        self._ahead.clear()
-        self._reducing.clear()
+            if self._progress is not None:
+                self._progress.abandon(waits=waits)
+            self._arrivals.abandon(waits=waits)
         self._replicas.put_back()
-        for order in self._orders.values():
-            order.forget()
+        self._close(None)
+        self._runs = dict.fromkeys(Pass, 0)
         self._in_backward = False
-
-
-def _add_to_buffers(bundle: Bundle, shares: Sequence[Tensor]) -> None:
-    """Add to ``main_grad`` of weights that have one, else to ``grad``."""
-    with torch.no_grad():
-        for weight, share in zip(bundle.weights, shares, strict=True):
-            weight.add_gradient(share)
 
 
 def _pass() -> Pass:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.formats import Usage
 from backstash.tensors import QuantizedTensor
-from backstash.weights.channel import Channel
+from backstash.weights.channel import Arrival, Channel, Parcel
 from backstash.weights.layout import Layout
 from backstash.weights.states import State, move
 from backstash.weights.travel import Travel, WeightKind
@@ -47,18 +47,25 @@ class Gather:
         self._members = members
         self._shards = shards
         self._versions = [shard._version for shard in shards]
+        self._arrival = Arrival([], [], [])
         with torch.no_grad():
             self._sent = [
                 member.ways[usage].pack(shard, member.layout, channel)
                 for member, shard in zip(members, shards, strict=True)
             ]
-            self._arrival = channel.gather(
-                [p for sent in self._sent for p in sent.parcels.values()]
-            )
         # With one rank what is handed out is the shard: no memory that could be freed.
         self._is_copy = channel.size > 1
         self._state = State.GATHERING
         self._storages: list[StorageWeakRef] = []
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """What this rank sends."""
+        return [parcel for sent in self._sent for parcel in sent.parcels.values()]
+
+    def expect(self, arrival: Arrival) -> None:
+        """Take what is on its way."""
+        self._arrival = arrival
 
     @property
     def state(self) -> State:
@@ -112,15 +119,22 @@ class Reduction:
         self._channel = channel
         self._wide = wide
         self._members = members
-        wholes = [
+        self._arrival = Arrival([], [], [])
+        self._wholes = [
             grad.reshape(member.layout.rows, member.layout.columns)
             for member, grad in zip(members, grads, strict=True)
         ]
-        counts = [member.layout.counts for member in members]
-        with torch.no_grad():
-            send = channel.scatter if wide is None else channel.exchange
-            self._arrival = send(wholes, counts)
         self._state = State.REDUCING
+
+    def hand_over(self) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The whole gradients and which rows each rank has, for the collective; once."""
+        wholes, self._wholes = self._wholes, []
+        counts = [member.layout.counts for member in self._members]
+        return list(zip(wholes, counts, strict=True))
+
+    def expect(self, arrival: Arrival) -> None:
+        """Take what is on its way."""
+        self._arrival = arrival
 
     @property
     def state(self) -> State:
@@ -145,6 +159,27 @@ class Reduction:
         for other in others:
             total += other
         return total
+
+
+def send_gathers(gathers: Sequence[Gather], channel: Channel) -> None:
+    """Start gathers in one collective; all ranks do, now."""
+    parcels = [gather.parcels for gather in gathers]
+    arrival = channel.gather([parcel for of_one in parcels for parcel in of_one])
+    for gather, of_one in zip(gathers, parcels, strict=True):
+        gather.expect(arrival.take_first(len(of_one)))
+
+
+def send_reductions(
+    reductions: Sequence[Reduction], channel: Channel, wide: torch.dtype | None
+) -> None:
+    """Start reductions in one collective; all ranks do, now."""
+    pairs = [reduction.hand_over() for reduction in reductions]
+    flat = [pair for of_one in pairs for pair in of_one]
+    with torch.no_grad():
+        send = channel.scatter if wide is None else channel.exchange
+        arrival = send([whole for whole, _ in flat], [counts for _, counts in flat])
+    for reduction, of_one in zip(reductions, pairs, strict=True):
+        reduction.expect(arrival.take_first(len(of_one)))
 
 
 def _buffers(whole: Tensor) -> list[Tensor]:

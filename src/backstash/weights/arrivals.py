@@ -1,0 +1,84 @@
+"""Gradients of shards that are on their way, until they are where gradients belong.
+
+Some are let run while the next ones are computed; each holds a whole gradient meanwhile.  On
+a GPU what is left to do with one that has arrived, to divide it and to add it up, is done on a
+stream of its own, so that the rest of backward does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from backstash.weights.bundle import Bundle
+from backstash.weights.transfer import Reduction
+
+
+class Arrivals:
+    """The reductions of one pass.
+
+    Args:
+        divisor: What a sum over the ranks is divided by.
+        running: How many convoys may be on their way at once.
+    """
+
+    def __init__(self, divisor: int, running: int) -> None:
+        self._divisor = divisor
+        self._running = running
+        self._convoys: deque[list[tuple[Bundle, Reduction, int | None]]] = deque()
+        self._doubtful: dict[int, tuple[Bundle, list[Tensor]]] = {}
+
+    def expect(self, convoy: list[tuple[Bundle, Reduction, int | None]]) -> None:
+        """Take reductions that have started, each with its place in the order if doubtful."""
+        self._convoys.append(convoy)
+        self._finish(self._running)
+
+    def take_last(self) -> list[Tensor]:
+        """Wait for the reduction that has just started, and give what arrived."""
+        ((_, reduction, _),) = self._convoys.pop()
+        return self._shares(reduction)
+
+    def finish(self) -> None:
+        """Bring all that is on its way where it belongs, but for what is doubtful."""
+        self._finish(0)
+
+    def doubts(self) -> set[int]:
+        """Places in the order of what arrived and is doubtful."""
+        return set(self._doubtful)
+
+    def settle(self, is_used: Callable[[int], bool]) -> None:
+        """Deliver what some rank did give a gradient for, and forget the other doubtful ones."""
+        doubtful, self._doubtful = self._doubtful, {}
+        for place, (bundle, shares) in doubtful.items():
+            if is_used(place):
+                add_to_buffers(bundle, shares)
+
+    def abandon(self, *, waits: bool) -> None:
+        """Forget all; wait for it where the other ranks are still there."""
+        convoys, self._convoys = self._convoys, deque()
+        self._doubtful.clear()
+        for convoy in convoys if waits else ():
+            for _, reduction, _ in convoy:
+                reduction.finish()
+
+    def _finish(self, running: int) -> None:
+        while len(self._convoys) > running:
+            for bundle, reduction, doubtful in self._convoys.popleft():
+                shares = self._shares(reduction)
+                if doubtful is None:
+                    add_to_buffers(bundle, shares)
+                else:
+                    self._doubtful[doubtful] = bundle, shares
+
+    def _shares(self, reduction: Reduction) -> list[Tensor]:
+        return [share.div_(self._divisor) for share in reduction.finish()]
+
+
+def add_to_buffers(bundle: Bundle, shares: Sequence[Tensor]) -> None:
+    """Add to ``main_grad`` of weights that have one, else to ``grad``."""
+    with torch.no_grad():
+        for weight, share in zip(bundle.weights, shares, strict=True):
+            weight.add_gradient(share)
