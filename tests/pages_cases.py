@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import random
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from backstash.kernels.reference import mx_pages as mx_reference
+from backstash import kernels
 from backstash.kernels.reference import pages as reference
-from backstash.kernels.reference.pages import PoolState, new_pool_state, table_length
+from backstash.kernels.reference.pages import PoolState, new_pool_state, page_payload, table_length
 
 
 @dataclasses.dataclass(eq=False)
 class Held:
-    """A launch: what it was given, and the table that says where it went."""
+    """A launch: what it was given, elements that are valid, and the table that says where."""
 
     sources: list[Tensor]
     lengths: list[int]
@@ -50,23 +49,23 @@ class Pool:
         self.receipt = self._on_host(1, torch.int64, reference.RECEIPT_PENDING)
         self.launches = 0
 
-    def stash(self, sources: list[Tensor], rows: list[Tensor], row_bytes: list[int]) -> Held:
+    def stash(self, sources: list[Tensor], rows: list[Tensor], widths: list[int]) -> Held:
         """One launch; its lengths are those that a reader would compute by hand."""
         # Inside a capture nothing may be read, and the counts are not those of the replay.
         on_gpu = self.device.type == "cuda"
         known = [] if on_gpu and torch.cuda.is_current_stream_capturing() else rows
         lengths = [
             max(0, min(int(count), len(source) // width)) * width
-            for source, count, width in zip(sources, known, row_bytes, strict=bool(known))
+            for source, count, width in zip(sources, known, widths, strict=bool(known))
         ]
-        slots = sum(-(-len(source) // self.page_bytes) for source in sources)
+        slots = sum(-(-len(x) // page_payload(x.dtype, self.page_bytes)) for x in sources)
         table = torch.full(
             (table_length(len(sources), slots),), -7, dtype=torch.int64, device=self.device
         )
         self.kernels.stash_pages(
             sources,
             rows,
-            row_bytes,
+            widths,
             table,
             self.device_pages,
             self.host_pages,
@@ -134,6 +133,11 @@ class Pool:
         return torch.empty(count, dtype=dtype, pin_memory=pinned).fill_(value)
 
 
+def gpu_pool(device_pages: int, host_pages: int, page_bytes: int) -> Pool:
+    """A pool on a GPU, with the operations as users of ``kernels`` get them."""
+    return Pool(device_pages, host_pages, page_bytes, kernels, "cuda")
+
+
 def random_bytes(count: int, seed: int, device: str = "cpu") -> Tensor:
     """Bytes that are neither of the two fillings."""
     generator = torch.Generator().manual_seed(seed)
@@ -196,57 +200,3 @@ def random_program(
         list(range(pool.sizes[0], sum(pool.sizes))),
     ]
     assert pool.counter(PoolState.MISSING) == 0
-
-
-class MXPool(Pool):
-    """The same for values, which lie in pages as MXFP8."""
-
-    FILL = 7.0
-
-    def __init__(
-        self,
-        device_pages: int,
-        host_pages: int,
-        page_bytes: int,
-        kernels: Any = mx_reference,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(device_pages, host_pages, page_bytes, reference, device)
-        self.mx_kernels = kernels
-
-    def stash(self, sources: list[Tensor], rows: list[Tensor], row_values: list[int]) -> Held:
-        """One launch."""
-        slots = sum(-(-len(x) // mx_reference.mx_page_values(self.page_bytes)) for x in sources)
-        table = torch.empty(
-            table_length(len(sources), slots), dtype=torch.int64, device=self.device
-        )
-        self.mx_kernels.stash_mx_pages(
-            sources,
-            rows,
-            row_values,
-            table,
-            self.device_pages,
-            self.host_pages,
-            self.free_N,
-            self.state,
-            self.receipt,
-            page_bytes=self.page_bytes,
-            number=0,
-        )
-        return Held(sources, [], table)
-
-    def restore(self, held: Held, places: list[int] | None = None) -> list[Tensor]:
-        """Some buffers of a launch, in memory full of one value."""
-        places = list(range(len(held.sources))) if places is None else places
-        buffers = [torch.full_like(held.sources[place], self.FILL) for place in places]
-        self.mx_kernels.restore_mx_pages(
-            buffers,
-            places,
-            held.table,
-            self.device_pages,
-            self.host_pages,
-            self.state,
-            buffers=len(held.sources),
-            page_bytes=self.page_bytes,
-        )
-        return buffers

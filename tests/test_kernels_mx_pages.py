@@ -8,7 +8,7 @@ import torch
 from backstash.formats import MXFP8
 from backstash.kernels.reference import mx_pages as reference
 from backstash.kernels.reference.pages import PoolState
-from pages_cases import MXPool
+from pages_cases import Pool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -19,14 +19,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_the_valid_values_come_back_as_the_format_rounds_them(
     rows: int, dtype: torch.dtype, page: int
 ) -> None:
-    pool = MXPool(200, 0, page)
+    pool = Pool(200, 0, page)
     x = (torch.randn(12, 64) * torch.randn(12, 1).exp()).to(dtype)
     held = pool.stash([x.view(-1)], [torch.tensor([rows])], [64])
     valid = min(max(rows, 0), 12)
     expected = MXFP8.quantize(x[:valid]).dequantize() if valid else x[:0]
     (restored,) = pool.restore(held)
     assert torch.equal(restored[: valid * 64].view(-1, 64), expected)
-    assert (restored[valid * 64 :] == MXPool.FILL).all()
+    assert (restored[valid * 64 :] == 0xAB).all()
     assert pool.counter(PoolState.BYTES_STASHED) == valid * 64 * x.itemsize
     pages = -(-valid * 64 // reference.mx_page_values(page))
     assert int(held.table[0]) == pages
@@ -44,7 +44,7 @@ def test_a_page_holds_whole_blocks_with_their_exponents() -> None:
 
 
 def test_values_lie_on_both_tiers_and_a_shortage_leaves_zeros() -> None:
-    pool = MXPool(1, 5, 64)
+    pool = Pool(1, 5, 64)
     x = torch.randn(6 * 32)
     held = pool.stash([x], [torch.tensor([5])], [32])
     assert held.table[:3].tolist() == [1, 4, 0]
@@ -60,13 +60,13 @@ def test_values_lie_on_both_tiers_and_a_shortage_leaves_zeros() -> None:
 def test_nothing_but_the_valid_values_is_read() -> None:
     x = torch.randn(4 * 48)
     x[2 * 48 :] = torch.nan
-    pool = MXPool(20, 0, 64)
+    pool = Pool(20, 0, 64)
     (restored,) = pool.restore(pool.stash([x], [torch.tensor([2])], [48]))
     assert restored[: 2 * 48].isfinite().all()
 
 
 def test_the_launch_takes_several_buffers_of_several_dtypes() -> None:
-    pool = MXPool(100, 0, 128)
+    pool = Pool(100, 0, 128)
     xs = [torch.randn(7 * 33).to(dtype) for dtype in DTYPES]
     held = pool.stash(xs, [torch.tensor([3 + i]) for i in range(3)], [33] * 3)
     for i, restored in zip((2, 0), pool.restore(held, [2, 0]), strict=True):

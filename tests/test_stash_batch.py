@@ -16,7 +16,7 @@ from stash_cases import assert_nothing_is_held, pool
 
 def batch_of(memory: PagePool, *tensors: Tensor) -> tuple[Batch, list[Kept]]:
     with memory.turn():
-        worst = memory.pages_of([(t.nbytes, t.dtype) for t in tensors])
+        worst = memory.pages_of([(t.nbytes, torch.uint8) for t in tensors])
         account, _ = memory.admit(worst, Policy.SPILL)
     batch = Batch(memory, 0, account)
     kept = []

@@ -1,4 +1,4 @@
-"""A node that saves whole numbers beside values has none of them compressed."""
+"""A node that saves whole numbers beside values has the values alone compressed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ RESTORED: list[Tensor] = []
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
-def test_whole_numbers_beside_values_come_back_exactly(order: tuple[int, ...]) -> None:
+def test_values_are_compressed_and_whole_numbers_beside_them_are_not(
+    order: tuple[int, ...],
+) -> None:
     RESTORED.clear()
     buffers = [
         torch.randn(ROWS, 64),
@@ -46,4 +48,7 @@ def test_whole_numbers_beside_values_come_back_exactly(order: tuple[int, ...]) -
     y.backward()
     back = dict(zip(order, RESTORED, strict=True))
     for place, buffer in enumerate(buffers):
-        assert torch.equal(back[place][:VALID], buffer[:VALID])
+        wanted = buffer[:VALID]
+        if buffer.is_floating_point():
+            wanted = bs.MXFP8.quantize(wanted).dequantize()
+        assert torch.equal(back[place][:VALID], wanted)

@@ -8,7 +8,7 @@ import torch
 import backstash as bs
 from backstash.errors import ConfigError
 from backstash.stash import PagePool, Stash
-from backstash.stash.packing import Packing
+from backstash.stash.packing import packed_as
 from stash_cases import (
     BALANCED,
     CAPACITY,
@@ -67,7 +67,7 @@ def test_codes_are_never_compressed_again() -> None:
     parameters = list(experts.parameters())
 
     def quantized(x: torch.Tensor, counts: object) -> torch.Tensor:
-        with bs.autocast(recipe=bs.recipe("mxfp8")):
+        with bs.autocast(recipe=bs.recipe("mxfp8", preactivation=bs.MXFP8)):
             return experts(x)
 
     lossy = stash(compress=bs.MXFP8)
@@ -77,10 +77,10 @@ def test_codes_are_never_compressed_again() -> None:
 
 def test_only_floating_values_of_up_to_four_bytes_are_compressed() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert Packing.of(dtype, bs.MXFP8) is Packing.MXFP8
-        assert Packing.of(dtype, None) is Packing.BYTES
+        assert packed_as(dtype, bs.MXFP8) is dtype
+        assert packed_as(dtype, None) is torch.uint8
     for dtype in (torch.uint8, torch.int64, torch.float64, torch.bool, torch.complex64):
-        assert Packing.of(dtype, bs.MXFP8) is Packing.BYTES
+        assert packed_as(dtype, bs.MXFP8) is torch.uint8
 
 
 def test_other_formats_and_pages_too_small_are_refused() -> None:

@@ -16,12 +16,11 @@ from backstash.kernels import PoolState
 from backstash.kernels.reference import pages as reference
 from backstash.stash import CapturedStep, PagePool, Policy, Stash, StepState
 from host_reads import no_host_reads
-from pages_cases import MXPool, Pool, check_restored, random_bytes, random_program
+from pages_cases import Pool, check_restored, gpu_pool, random_bytes, random_program
 from stash_cases import assert_nothing_is_held
 
 pytestmark = pytest.mark.gpu
 
-PAGE = 64
 GPU = "cuda"
 
 
@@ -35,29 +34,10 @@ def plain_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-class Bound:
-    """The operations as users of ``kernels`` get them."""
-
-    stash_pages = staticmethod(kernels.stash_pages)
-    restore_pages = staticmethod(kernels.restore_pages)
-    release_pages = staticmethod(kernels.release_pages)
-
-
-class BoundMX:
-    """The same for values."""
-
-    stash_mx_pages = staticmethod(kernels.stash_mx_pages)
-    restore_mx_pages = staticmethod(kernels.restore_mx_pages)
-
-
-def gpu_pool(device_pages: int, host_pages: int, page: int = PAGE) -> Pool:
-    return Pool(device_pages, host_pages, page, Bound, GPU)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("page", [16, 64, 4096, 65536])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_page_is_free_or_held_once_in_any_program(page: int, seed: int) -> None:
-    random_program(Bound, seed, 60, page, GPU)  # pyright: ignore[reportArgumentType]
+    random_program(kernels, seed, 60, page, GPU)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 4, 16])
@@ -119,7 +99,7 @@ def test_a_replay_takes_and_gives_back_pages_as_the_counts_say() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = pool.stash([source], [rows], [10])
-        Bound.restore_pages(
+        kernels.restore_pages(
             [restored],
             [0],
             held.table,
@@ -149,7 +129,7 @@ def test_compressed_values_are_those_of_the_reference(page: int, dtype: torch.dt
     x[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     x[96:128] = 0
     results = []
-    for pool in (MXPool(90, 9000, page), MXPool(90, 9000, page, BoundMX, GPU)):
+    for pool in (Pool(90, 9000, page), gpu_pool(90, 9000, page)):
         device = str(pool.device)
         sources = [x.to(device), x[: 7 * 33].to(device)]
         rows = [torch.tensor([n], device=device, dtype=torch.int32) for n in (901, 99)]

@@ -108,9 +108,7 @@ class Pages:
         item = self.sources[0].itemsize
         self.widths = [width // item for _, width in work.buffers]
         self.lengths = [rows * width // item for rows, width in work.buffers]
-        payload = PAGE_BYTES
-        if work.kind is Kind.COMPRESSED:
-            payload = kernels.mx_page_values(PAGE_BYTES)
+        payload = kernels.page_payload(self.sources[0].dtype, PAGE_BYTES)
         pages = 2 * sum(-(-length // payload) for length in self.lengths)
         slots = sum(-(-source.numel() // payload) for source in self.sources)
         count = (0, pages) if work.kind is Kind.SPILLED else (pages, 0)
@@ -126,9 +124,7 @@ class Pages:
 
     def stash(self) -> None:
         """Copy the valid rows into pages."""
-        compressed = self.kind is Kind.COMPRESSED
-        stash = kernels.stash_mx_pages if compressed else kernels.stash_pages
-        stash(
+        kernels.stash_pages(
             self.sources,
             self.rows,
             self.widths,
@@ -144,9 +140,7 @@ class Pages:
 
     def restore(self) -> None:
         """Copy them back."""
-        compressed = self.kind is Kind.COMPRESSED
-        restore = kernels.restore_mx_pages if compressed else kernels.restore_pages
-        restore(
+        kernels.restore_pages(
             self.restored,
             range(len(self.restored)),
             self.table,

@@ -56,11 +56,6 @@ from backstash.kernels.reference.grouped_mm import (
     row_groups,
 )
 from backstash.kernels.reference.hadamard import hadamard_matrix, rotated_column_amax
-from backstash.kernels.reference.mx_pages import (
-    mx_page_values,
-    restore_mx_pages,
-    stash_mx_pages,
-)
 from backstash.kernels.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -87,6 +82,7 @@ from backstash.kernels.reference.pages import (
     RECEIPT_PENDING,
     PoolState,
     new_pool_state,
+    page_payload,
     release_pages,
     restore_pages,
     stash_pages,
@@ -140,9 +136,7 @@ quantize_mx_rows = by_device(quantize_mx_rows, "cast", FLOAT8_GPU)
 quantize_mx_tiles = by_device(quantize_mx_tiles, "cast", FLOAT8_GPU)
 quantize_scaled = by_device(quantize_scaled, "cast", FLOAT8_GPU)
 release_pages = by_device(release_pages, "pages")
-restore_mx_pages = by_device(restore_mx_pages, "mx_pages", FLOAT8_GPU)
 restore_pages = by_device(restore_pages, "pages")
-stash_mx_pages = by_device(stash_mx_pages, "mx_pages", FLOAT8_GPU)
 rms_norm = by_device(rms_norm, "norm")
 rms_norm_backward = by_device(rms_norm_backward, "norm")
 row_amax = by_device(row_amax, "float8_rowwise", FLOAT8_GPU)
@@ -197,10 +191,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "mx_block_ends",
-    "mx_page_values",
     "new_pool_state",
     "nvfp4_column_bytes",
     "nvfp4_column_ends",
+    "page_payload",
     "permute",
     "quantize_block_columns",
     "quantize_block_rows",
@@ -219,7 +213,6 @@ __all__ = [
     "quantized_mm_dw",
     "quantized_mm_dx",
     "release_pages",
-    "restore_mx_pages",
     "restore_pages",
     "rms_norm",
     "rms_norm_backward",
@@ -228,7 +221,6 @@ __all__ = [
     "row_groups",
     "scale_from_amax",
     "sort_by_expert",
-    "stash_mx_pages",
     "stash_pages",
     "table_length",
     "transpose_codes",

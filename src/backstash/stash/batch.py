@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import ConfigError, ModifiedError
 from backstash.stash.admission import Account
-from backstash.stash.packing import Packing
 from backstash.stash.pool import Buffer, Launch, PagePool
 from backstash.stash.region import Region, View
 from backstash.stash.streams import Event, Stream
@@ -71,30 +70,23 @@ class Batch:
 
     Attributes:
         number: Which batch of its round it is.
-        packing: How its buffers lie in pages.
         account: The pages reserved for it, None where nobody watches.
         worst: Pages that it fills if every row is valid.
         originals: By slot; empty once the copies are done.
+        packed: By slot, the dtype that its buffer was handed over in.
         shared: Slots that more than one node saved.
         changed: Was an original changed in place while it was copied?
         offers: How many tensors had been offered when it was launched.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        number: int,
-        account: Account | None,
-        packing: Packing = Packing.BYTES,
-    ) -> None:
+    def __init__(self, pool: PagePool, number: int, account: Account | None) -> None:
         self.pool = pool
         self.number = number
-        self.packing = packing
         self.account = account
         self.state = BatchState.OPEN
         self.originals: list[Original] = []
         self.nbytes: list[int] = []
-        self.dtypes: list[torch.dtype] = []
+        self.packed: list[torch.dtype] = []
         self.shared: set[int] = set()
         self.changed = False
         self.launch: Launch | None = None
@@ -102,15 +94,17 @@ class Batch:
         self.stream: Stream = None
         self.offers = 0
 
-    def add(self, region: Region, rows: Tensor | None, tensor: Tensor) -> Kept:
+    def add(
+        self, region: Region, rows: Tensor | None, tensor: Tensor, packed: torch.dtype = torch.uint8
+    ) -> Kept:
         """Take the bytes of ``tensor`` into the batch, before it is launched."""
         width = region.row_bytes if rows is not None else region.place.nbytes
         valid = self.pool.one_row if rows is None else rows.reshape(1)
-        buffer = Buffer(region.buffer, valid, width, region.view.dtype)
+        buffer = Buffer(region.buffer.view(packed), valid, width // packed.itemsize)
         # Detached it has the same version and no graph: a node may save its own output.
         self.originals.append(Original(buffer, tensor.detach(), region.version))
         self.nbytes.append(region.place.nbytes)
-        self.dtypes.append(region.view.dtype)
+        self.packed.append(packed)
         return Kept(self, len(self.nbytes) - 1, region.storage)
 
     @property
@@ -121,7 +115,7 @@ class Batch:
     def send(self, *, offers: int) -> None:
         """Copy the originals into pages, inside the pool's turn."""
         buffers = [original.buffer for original in self.originals]
-        self.launch = self.pool.stash(buffers, self.account, self.number, self.packing)
+        self.launch = self.pool.stash(buffers, self.account, self.number)
         self.state = BatchState.COPYING
         self.stream = self.pool.streams.here()
         self.offers = offers
@@ -146,7 +140,7 @@ class Batch:
                 "a tensor needed for backward was modified in place while it was being stashed; "
                 "change a clone instead"
             )
-        return self.originals[slot].buffer.data if self.originals else None
+        return self.originals[slot].buffer.data.view(torch.uint8) if self.originals else None
 
     def copy_back(self, slots: Sequence[int], *, tail: Tail, ahead: bool) -> Restored:
         """New buffers with the bytes of some slots, inside the pool's turn.
@@ -161,7 +155,7 @@ class Batch:
             slot: new(self.nbytes[slot], dtype=torch.uint8, device=self.pool.device)
             for slot in slots
         }
-        operands = [self.packing.operand(by_slot[slot], self.dtypes[slot]) for slot in slots]
+        operands = [by_slot[slot].view(self.packed[slot]) for slot in slots]
         event = self.pool.restore(self.launch, operands, slots)
         return Restored(by_slot, event, self.pool.streams.here(), ahead)
 

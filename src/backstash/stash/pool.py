@@ -26,7 +26,7 @@ from backstash.errors import ConfigError, DeviceError
 from backstash.kernels import PoolState
 from backstash.stash.admission import Account, Policy
 from backstash.stash.memory import Memory
-from backstash.stash.packing import Packing
+from backstash.stash.packing import payload_bytes
 from backstash.stash.sizing import Sizing
 from backstash.stash.streams import Event, streams_of
 
@@ -35,12 +35,11 @@ _LEAST_PAGE_BYTES = 16
 
 
 class Buffer(NamedTuple):
-    """What is to be stashed: bytes, how many rows of them are valid, and a row's width."""
+    """What is to be stashed: bytes, or values to compress; its valid rows; elements of a row."""
 
     data: Tensor
     rows: Tensor
-    row_bytes: int
-    dtype: torch.dtype = torch.uint8
+    width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +49,6 @@ class Launch:
     Attributes:
         table: Where their bytes went.
         buffers: How many there are.
-        packing: How they lie in pages.
         account: What the ledger counts for them; None where nobody watches.
         done: Behind the copy.
         captured: Was it recorded into a CUDA graph?
@@ -60,7 +58,6 @@ class Launch:
 
     table: Tensor
     buffers: int
-    packing: Packing
     account: Account | None
     done: Event
     captured: bool
@@ -168,11 +165,9 @@ class PagePool:
             finally:
                 self._lock.release()
 
-    def pages_of(
-        self, buffers: Iterable[tuple[int, torch.dtype]], packing: Packing = Packing.BYTES
-    ) -> int:
-        """Pages that buffers of so many bytes and such a dtype fill if every row is valid."""
-        return sum(-(-nbytes // packing.payload(d, self.page_bytes)) for nbytes, d in buffers)
+    def pages_of(self, buffers: Iterable[tuple[int, torch.dtype]]) -> int:
+        """Pages that buffers of so many bytes, packed as such a dtype, fill if all is valid."""
+        return sum(-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers)
 
     def admit(self, worst: int, policy: Policy) -> tuple[Account | None, int]:
         """Reserve ``worst`` pages, inside :meth:`turn`; None if there may be no room.
@@ -195,20 +190,19 @@ class PagePool:
         buffers: Sequence[Buffer],
         account: Account | None,
         number: int,
-        packing: Packing = Packing.BYTES,
     ) -> Launch:
         """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``."""
         memory = self.memory
         captured = self.streams.is_capturing()
         self.is_fixed |= captured
         with self.streams.outward():
-            slots = self.pages_of([(b.data.numel(), b.dtype) for b in buffers], packing)
+            slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
             length = kernels.table_length(len(buffers), slots)
             table = torch.empty(length, dtype=torch.int64, device=self.device)
-            packing.stash(
-                [packing.operand(buffer.data, buffer.dtype) for buffer in buffers],
+            kernels.stash_pages(
+                [buffer.data for buffer in buffers],
                 [buffer.rows for buffer in buffers],
-                [packing.width(buffer.row_bytes, buffer.dtype) for buffer in buffers],
+                [buffer.width for buffer in buffers],
                 table,
                 memory.device_pages,
                 memory.host_pages,
@@ -224,7 +218,6 @@ class PagePool:
         return Launch(
             table=table,
             buffers=len(buffers),
-            packing=packing,
             account=account,
             done=done,
             captured=captured,
@@ -237,11 +230,11 @@ class PagePool:
     ) -> Event:
         """Copy buffers back, inside :meth:`turn`; they hold their values behind the event.
 
-        ``destinations`` are what the launch's packing calls operands.
+        Each of ``destinations`` has the dtype that was stashed.
         """
         memory = launch.memory
         with self.streams.inward([launch.done]):
-            launch.packing.restore(
+            kernels.restore_pages(
                 destinations,
                 places,
                 launch.table,

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from backstash.errors import ConfigError
@@ -29,7 +30,7 @@ from backstash.saving import valid_rows
 from backstash.stash.admission import Account, Policy
 from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
 from backstash.stash.foresight import Foresight
-from backstash.stash.packing import Packing, check_compression
+from backstash.stash.packing import check_compression, packed_as
 from backstash.stash.pool import PagePool
 from backstash.stash.region import Place, Region, region_of
 from backstash.stash.statistics import Statistics
@@ -76,6 +77,7 @@ class Stash:
 
     Raises:
         ConfigError: ``ahead`` is negative, or values cannot be compressed like that.
+        DeviceError: The pool's GPU cannot compress.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Stash:
     ) -> None:
         if ahead < 0:
             raise ConfigError(f"ahead is a number of batches, 0 or more, got {ahead}")
-        check_compression(compress, pool.page_bytes)
+        check_compression(compress, pool.page_bytes, pool.device)
         self.pool = pool
         self.compress = compress
         self.policy = policy
@@ -98,7 +100,7 @@ class Stash:
         self.tail = tail
         self.ahead = ahead
         self._expected = _Expected()
-        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None, Packing], Kept]
+        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None, torch.dtype], Kept]
         self._kept = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._copying: list[weakref.ref[Batch]] = []
@@ -154,8 +156,11 @@ class Stash:
             return None
         return region
 
-    def _key(self, region: Region) -> tuple[Place, int | None, Packing]:
-        return region.place, region.version, Packing.of(region.view.dtype, self.compress)
+    def _key(self, region: Region) -> tuple[Place, int | None, torch.dtype]:
+        return region.place, region.version, self._packed(region)
+
+    def _packed(self, region: Region) -> torch.dtype:
+        return packed_as(region.view.dtype, self.compress)
 
     def _known(self, region: Region) -> Kept | None:
         kept = self._kept.get(self._key(region))
@@ -173,14 +178,14 @@ class Stash:
             i = expected.places.index(region.place)
             expected.places.pop(i)
             batch = expected.batches.pop(i)
-            kept = batch.add(region, rows, tensor)
+            kept = batch.add(region, rows, tensor, self._packed(region))
             if batch not in expected.batches:
                 self._send(batch)
         else:
             batch = self._admit([region])
             if batch is None:
                 return None
-            kept = batch.add(region, rows, tensor)
+            kept = batch.add(region, rows, tensor, self._packed(region))
             self._send(batch)
         self._kept[self._key(region)] = kept
         return Saved(kept, region.view)
@@ -192,12 +197,9 @@ class Stash:
             self._number = 0
             self.pool.adapt()
         account: Account | None = None
-        # One launch packs all of its buffers alike, and whole numbers must stay what they are.
-        packings = {Packing.of(region.view.dtype, self.compress) for region in regions}
-        packing = packings.pop() if len(packings) == 1 else Packing.BYTES
         if not self.is_unattended:
             worst = self.pool.pages_of(
-                [(region.place.nbytes, region.view.dtype) for region in regions], packing
+                [(region.place.nbytes, self._packed(region)) for region in regions]
             )
             account, waits = self.pool.admit(worst, self.policy)
             self._counts["waits"] += waits
@@ -206,7 +208,7 @@ class Stash:
                 self._counts["bytes_kept"] += sum(region.place.nbytes for region in regions)
                 self.pool.note_kept(worst)
                 return None
-        batch = Batch(self.pool, self._number, account, packing)
+        batch = Batch(self.pool, self._number, account)
         self._live[self._number] = batch
         self._number += 1
         return batch
@@ -248,7 +250,7 @@ class Stash:
         with self.pool.turn():
             # Compressed values come from the pages even where the originals are still there, so
             # that what backward sees does not depend on when it asks.
-            exact = batch.packing is Packing.BYTES
+            exact = batch.packed[kept.slot] is torch.uint8
             self._land(0, but=batch if exact else None)
             buffer = batch.original(kept.slot)
             if buffer is None:

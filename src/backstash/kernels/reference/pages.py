@@ -1,10 +1,13 @@
-"""Bytes into pages of a shared pool, and back.
+"""Buffers into pages of a shared pool, and back.
 
 Many buffers share one pool.  Its pages lie in two tiers, first those of the device, then
 those of the host, and are numbered through.  Of each buffer only the valid prefix is copied,
 and how long that is only the device knows; so the free pages, the counts and the flags live
 there too, and nothing here is told to the host, but for one number (the *receipt*) that is
 written into host memory and may be read when it has arrived.
+
+A buffer of bytes is copied as it is.  One of floating-point values is quantized on its way, as
+:mod:`backstash.kernels.reference.mx_pages` says; a launch may take both kinds.
 
 The pool is four tensors: the bytes of both tiers, ``free_N`` and ``state``.  ``free_N`` holds
 the numbers of the free pages, a ring for each tier.  A ring's head and tail only ever grow:
@@ -28,6 +31,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from backstash.kernels.reference.mx_pages import mx_page_values, mx_pages_of, mx_values_of
 
 
 class PoolState(enum.IntEnum):
@@ -78,10 +83,15 @@ def table_length(buffers: int, slots: int) -> int:
     return TABLE_HEADER + 2 * buffers + slots
 
 
+def page_payload(dtype: torch.dtype, page_bytes: int) -> int:
+    """How many elements of a buffer of ``dtype`` a page holds: bytes, or values in MXFP8."""
+    return page_bytes if dtype is torch.uint8 else mx_page_values(page_bytes)
+
+
 def stash_pages(
     sources: Sequence[Tensor],
     rows: Sequence[Tensor],
-    row_bytes: Sequence[int],
+    widths: Sequence[int],
     table: Tensor,
     device_pages: Tensor,
     host_pages: Tensor,
@@ -92,12 +102,13 @@ def stash_pages(
     page_bytes: int,
     number: int,
 ) -> None:
-    """Copy the valid prefix of each source into pages, and write down where.
+    """Put the valid prefix of each source into pages, and write down where.
 
     Args:
-        sources: B buffers of bytes, uint8 of one dimension.
+        sources: B buffers of one dimension: uint8, which is copied as it is, or
+            floating-point values, which are quantized.
         rows: Valid rows of each, an integer of one element on the device; clamped to the buffer.
-        row_bytes: Bytes of a row of each.
+        widths: Elements of a row of each.
         table: int64, written.
         device_pages, host_pages: The bytes of each tier, uint8.
         receipt: int64 ``(1,)`` in host memory; gets the pages taken from the device and, above
@@ -105,15 +116,17 @@ def stash_pages(
         page_bytes: A power of two.
         number: What an overflow is reported as.
     """
-    lengths = [
-        min(max(int(count), 0), source.numel() // width) * width
-        for source, count, width in zip(sources, rows, row_bytes, strict=True)
+    valid = [
+        source[: min(max(int(count), 0), source.numel() // width) * width]
+        for source, count, width in zip(sources, rows, widths, strict=True)
     ]
-    needs = [-(-length // page_bytes) for length in lengths]
+    lengths = [values.nbytes for values in valid]
+    needs = [-(-values.numel() // page_payload(values.dtype, page_bytes)) for values in valid]
     pages = (device_pages.numel() // page_bytes, host_pages.numel() // page_bytes)
     taken = take_pages(lengths, needs, table, pages, free_N, state, receipt, number)
-    for source, length, ids in zip(sources, lengths, taken, strict=False):
-        write_pages(source[:length], ids, device_pages, host_pages, page_bytes)
+    for values, ids in zip(valid, taken, strict=False):
+        content = values if values.dtype is torch.uint8 else mx_pages_of(values, page_bytes)
+        write_pages(content, ids, device_pages, host_pages, page_bytes)
 
 
 def take_pages(
@@ -186,25 +199,31 @@ def restore_pages(
     buffers: int,
     page_bytes: int,
 ) -> None:
-    """Copy the valid prefix of some buffers of a launch back; the pages keep it.
+    """Bring the valid prefix of some buffers of a launch back; the pages keep it.
 
-    Bytes past the valid prefix are left as they are.  After an overflow the prefix is zeros.
+    What lies past the valid prefix is left as it is.  After an overflow the prefix is zeros.
 
     Args:
-        destinations: Buffers of bytes as long as their sources were.
+        destinations: Buffers like their sources.
         places: Which buffer of the launch each of them is.
         buffers: B, how many buffers the launch had.
     """
     entries: list[int] = table[: TABLE_HEADER + 2 * buffers].tolist()
     for destination, place in zip(destinations, places, strict=True):
-        length = min(entries[TABLE_HEADER + place], destination.numel())
-        first = TABLE_HEADER + 2 * buffers + entries[TABLE_HEADER + buffers + place]
+        length = entries[TABLE_HEADER + place] // destination.itemsize
+        valid = destination[: min(length, destination.numel())]
         if entries[2]:
-            destination[:length] = 0
+            valid.zero_()
             continue
-        ids = table[first : first + -(-length // page_bytes)]
-        read_pages(destination[:length], ids, device_pages, host_pages, page_bytes)
-        state[PoolState.BYTES_RESTORED] += length
+        first = TABLE_HEADER + 2 * buffers + entries[TABLE_HEADER + buffers + place]
+        ids = table[first : first - (-valid.numel() // page_payload(valid.dtype, page_bytes))]
+        if valid.dtype is torch.uint8:
+            read_pages(valid, ids, device_pages, host_pages, page_bytes)
+        else:
+            content = torch.empty(len(ids) * page_bytes, dtype=torch.uint8)
+            read_pages(content, ids, device_pages, host_pages, page_bytes)
+            valid.copy_(mx_values_of(content, valid.dtype, page_bytes)[: valid.numel()])
+        state[PoolState.BYTES_RESTORED] += valid.nbytes
 
 
 def release_pages(
