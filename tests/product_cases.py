@@ -98,6 +98,16 @@ def magnitudes(ops: Operands) -> tuple[Tensor, Tensor, Tensor]:
     return _multiplied(ops, values, ops.bias.double().abs())
 
 
+def rounding(dtype: torch.dtype, terms: int) -> float:
+    """The error of a product, as a share of the sum of its magnitudes.
+
+    Half an eps for a result that is rounded once, and another where a bias is added to a rounded
+    result.  A float8 unit aligns the 32 products of an instruction with its sum so far and cuts
+    off what is below a 2^13th of the largest, so each instruction adds at most that share.
+    """
+    return torch.finfo(dtype).eps + (terms // 32 + 1) * 2.0**-13
+
+
 def _multiplied(ops: Operands, values: list[Tensor], bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, w, dy, w_columns, dy_columns, x_columns = values
     if ops.ends_G is None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_grouped_mm, scaled_mm  # pyright: ignore
 
-from backstash.kernels.blocks import block_count, block_table, locate_block
+from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
 from backstash.kernels.grouped_matmul import zero_tail_
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
 
@@ -146,16 +146,14 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     padded_G = torch.empty(groups, dtype=torch.int32, device=codes_TK.device)
     tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": triton.next_power_of_2(groups)}
     _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
-    turned_KP = torch.empty(
-        columns, padded_columns(rows, groups), dtype=codes_TK.dtype, device=codes_TK.device
-    )
+    turned_KP = new_bytes(columns, padded_columns(rows, groups), like=codes_TK)
     blocks = block_count(rows, ends_G, _TILE)
     programs = (blocks + groups) * triton.cdiv(columns, _TILE)
     tile = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
     if programs:
         _transpose_groups_kernel[(programs,)](
             codes_TK.view(torch.uint8),
-            turned_KP.view(torch.uint8),
+            turned_KP,
             ends_G,
             padded_G,
             block_table(ends_G, rows, _TILE),
@@ -167,7 +165,7 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
             blocks,
             **tile,
         )
-    return turned_KP, padded_G
+    return turned_KP.view(codes_TK.dtype), padded_G
 
 
 def _scaled_grouped_mm(a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool) -> Tensor:

@@ -48,11 +48,12 @@ def float8_mm(
         a: Codes ``(M, J)`` and inverse scales ``(1,)``, or ``(M, 1)`` for rows.
         b: Codes ``(C, J)`` and inverse scales ``(1,)``, or ``(C, 1)`` for rows.
         bias_C: In ``dtype``, or None.
-        dtype: bfloat16, float16 or float32.
+        dtype: bfloat16, float16 or float32; the definition adds up in float64 for float64.
         fast_accumulation: A matrix unit may keep the whole sum in its own narrow register.
     """
-    y_MC = _values(a) @ _values(b).t()
-    return (y_MC if bias_C is None else y_MC + bias_C.float()).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    y_MC = _values(a, wide) @ _values(b, wide).t()
+    return (y_MC if bias_C is None else y_MC + bias_C.to(wide)).to(dtype)
 
 
 def float8_grouped_mm(
@@ -119,8 +120,8 @@ def padded_ends(ends_G: Tensor, rows: int) -> Tensor:
     return (units_G * FLOAT8_UNIT).cumsum(0).int()
 
 
-def _values(operand: Scaled) -> Tensor:
+def _values(operand: Scaled, wide: torch.dtype = torch.float32) -> Tensor:
     codes, scale_inv = operand
     if scale_inv.ndim == codes.ndim - 1 and scale_inv.shape == codes.shape[:-1]:
         scale_inv = scale_inv.unsqueeze(-1)
-    return codes.float() * scale_inv
+    return codes.to(wide) * scale_inv
