@@ -51,9 +51,10 @@ def _table_kernel(
     start = tl.where(in_tail, last, start)
     end = tl.where(in_tail, rows, end)
     count = tl.minimum(tl.where(in_tail, blocks, count), blocks - first_block)
-    # What is left of the first entry tells how many entries hold a row.
+    # What is left of the first entry tells how many entries hold a row; of the second, a counter.
     used = first_block + (tl.maximum(rows - last, 0) + B - 1) // B
     tl.store(p_table + 3, tl.minimum(used, blocks), mask=in_tail)
+    tl.store(p_table + 7, 0, mask=in_tail & (blocks > 1))
     for i in range(0, count, CHUNK):
         i_block = i + tl.arange(0, CHUNK)
         first = tl.minimum(start + i_block * B, end)
@@ -82,7 +83,8 @@ def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
     """What :func:`locate_block` reads: int32 ``(S, 4)``, an entry for each program.
 
     An entry is the block's first row, the row after its last and its group (``G`` in the tail).
-    Blocks that hold rows come first; the fourth number of the first entry is how many do.
+    Blocks that hold rows come first; the fourth number of the first entry is how many do, and
+    that of the second is a zero, free for a counter.
     """
     if ends_G is None:
         return None

@@ -1,0 +1,232 @@
+"""Rows times the weight of their group on a Hopper GPU: ``y`` and ``dx`` of a grouped product.
+
+The table of :mod:`backstash.kernels.blocks` cuts the rows into blocks that never hold rows of
+two groups.  A tile is such a block times BN columns.  Tiles are given out in patches of a few
+blocks of rows by all columns, so that the weights and the rows that neighbouring processors
+read are the same ones, and come from the cache.
+
+A warpgroup whose rows are less than half a tile works on as many rows before them as well, of
+the same group or another.  That spoils nothing: a row of the result depends on its own row only,
+and only the rows that it was given are stored.  The tail is a
+group without weights: its tiles are stored as the zeros that they start as.
+
+Letters: T rows, J columns of the rows, C columns of the result, G groups.
+"""
+
+# Gluon's annotations do not say what its compiler takes.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from backstash.kernels.blocks import block_table
+from backstash.kernels.warpgroups import (
+    async_load,
+    give_ticket,
+    matrices,
+    matrix,
+    multiply,
+    new_aligned,
+    new_barriers,
+    pass_over,
+    ragged,
+    store_tile,
+    take_ticket,
+)
+
+TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "BK": 64, "STAGES": 4, "PATCH": 8}
+
+
+@gluon.jit
+def _locate(p_table, ticket, used, chunks, PATCH: gl.constexpr):
+    """The rows, the group and the column block of a tile."""
+    first_block = ticket // (PATCH * chunks) * PATCH
+    height = gl.minimum(used - first_block, PATCH)
+    place = ticket % (PATCH * chunks)
+    p_entry = p_table + (first_block + place % height) * 4
+    return gl.load(p_entry), gl.load(p_entry + 1), gl.load(p_entry + 2), place // height
+
+
+@gluon.jit
+def _fetch(
+    a_desc,
+    b_desc,
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    tickets,
+    given,
+    taken,
+    p_table,
+    groups,
+    inner,
+    used,
+    chunks,
+    HALF: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PATCH: gl.constexpr,
+    B_ROWS: gl.constexpr,
+):
+    block_bytes: gl.constexpr = BK * a_desc.dtype.primitive_bitwidth // 8
+    ticket = gl.program_id(0)
+    n = 0
+    i = 0
+    while ticket < used * chunks:
+        give_ticket(tickets, given, taken, n, ticket)
+        first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+        has_low = end > first + HALF
+        end_high = gl.minimum(end, first + HALF)
+        steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
+        ticket = gl.num_programs(0) + gl.atomic_add(p_table + 7, 1, sem="relaxed")
+        for step in range(steps):
+            stage = (i + step) % STAGES
+            k = step * BK
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((i + step) // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, (2 * HALF + BN) * block_bytes, pred=has_low)
+            mbarrier.expect(bar, (HALF + BN) * block_bytes, pred=first + HALF >= end)
+            p_low = a_smem.index(2 * stage + 1)
+            async_load(a_desc, [end_high - HALF, k], bar, a_smem.index(2 * stage))
+            async_load(a_desc, [end - HALF, k], bar, p_low, pred=has_low)
+            place = [group, chunk * BN, k] if B_ROWS else [group, k, chunk * BN]
+            async_load(b_desc, place, bar, b_smem.index(stage))
+        i += steps
+        n += 1
+    give_ticket(tickets, given, taken, n, ticket)
+
+
+@gluon.jit
+def _multiply_half(
+    c_desc,
+    a_smem,
+    b_smem,
+    c_smem,
+    full,
+    empty,
+    tickets,
+    given,
+    taken,
+    p_table,
+    groups,
+    inner,
+    used,
+    chunks,
+    half: gl.constexpr,
+    HALF: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PATCH: gl.constexpr,
+    B_ROWS: gl.constexpr,
+):
+    n = 0
+    i = 0
+    ticket = take_ticket(tickets, given, taken, n)
+    while ticket < used * chunks:
+        first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+        steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
+        rows = gl.minimum(end - first - half * HALF, HALF)
+        if rows > 0:
+            total = multiply(
+                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, True, B_ROWS
+            )
+            first += half * HALF
+            store_tile(c_desc, c_smem, total, first, rows - HALF, chunk * BN, HALF, BN)
+        else:
+            pass_over(full, empty, i, steps, STAGES)
+        i += steps
+        n += 1
+        ticket = take_ticket(tickets, given, taken, n)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["groups", "inner", "chunks"])
+def _rows_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    p_table,
+    groups,
+    inner,
+    chunks,
+    HALF: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PATCH: gl.constexpr,
+    B_ROWS: gl.constexpr,
+):
+    used = gl.load(p_table + 3)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF, BK], a_desc.layout)
+    b_blocks: gl.constexpr = [STAGES, 1, BN, BK] if B_ROWS else [STAGES, 1, BK, BN]
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, b_blocks, b_desc.layout)
+    c_block: gl.constexpr = [1, HALF, BN // 2]
+    c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
+    c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
+    full = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
+    given = new_barriers(2, 1)
+    taken = new_barriers(2, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _multiply_half,
+                (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
+                 groups, inner, used, chunks, 0, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+            ),
+            (
+                _multiply_half,
+                (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
+                 groups, inner, used, chunks, 1, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+            ),
+            (
+                _fetch,
+                (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
+                 groups, inner, used, chunks, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
+    """Multiply each row from the right by its group's matrix; zeros in the tail.
+
+    Both are aligned, ``b_GJC`` as it is or with its last two dimensions exchanged, and their
+    dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
+    """
+    (T, J), C = a_TJ.shape, b_GJC.shape[2]
+    y_TC = new_aligned((T, C), a_TJ)
+    half, columns, block = TILE["HALF"], TILE["BN"], TILE["BK"]
+    is_rows = b_GJC.stride(1) == 1
+    b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
+    programs = torch.cuda.get_device_properties(a_TJ.device).multi_processor_count
+    _rows_kernel[(programs,)](
+        matrix(a_TJ, half, block),
+        b_desc,
+        ragged(y_TC, half, columns // 2),
+        block_table(ends_G, T, 2 * half),
+        len(ends_G),
+        J,
+        triton.cdiv(C, columns),
+        **TILE,
+        B_ROWS=is_rows,
+        num_warps=4,
+    )
+    return y_TC

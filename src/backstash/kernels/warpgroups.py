@@ -1,0 +1,187 @@
+"""What the matmuls of a Hopper GPU share: one warp that fetches, two warpgroups that multiply.
+
+A program stays on its processor until all tiles are done.  One warp asks for a tile, tells the
+others which, and lets the copy engine bring blocks of both operands into a ring of shared
+memory, as far ahead as the ring is deep: into the next tile while this one is still being
+stored.  The two warpgroups multiply the upper and the lower half of a tile; each waits for
+a block, multiplies it and hands its place back.  Where a half has no rows, its warpgroup hands
+the places back without multiplying, and the other one has the tensor cores for itself.
+
+Tiles are given out by a counter, as tickets: a program that was slow, or whose tile was long,
+asks for the next one later.  Who computes a tile changes nothing in it: the blocks of a sum are
+always added in their order.
+
+Rows that end inside a block need no mask.  The copy engine reads zeros past the bounds of a
+tensor and writes nothing there, so the rows of a group are shown to it as a tensor whose second
+dimension ends with the block: :func:`ragged` tells how.
+
+Letters: HALF rows of a tile for a warpgroup, BN columns of a tile, BK of a block along the sum.
+"""
+
+# Gluon's annotations do not say what its compiler takes.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.9 has other names for the two.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+#: The copy engine wants every stride, and every address, to be whole units.
+UNIT_BYTES = 16
+#: Dtypes of the operands, and what Gluon calls them.
+DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.jit
+def give_ticket(tickets, given, taken, n, ticket):
+    """Tell both warpgroups the n-th tile of this program, from the warp that fetches."""
+    slot = n % 2
+    mbarrier.wait(taken.index(slot), (n // 2 & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tickets.index(slot).store(gl.full([1], ticket, gl.int32, layout))
+    mbarrier.arrive(given.index(slot))
+
+
+@gluon.jit
+def take_ticket(tickets, given, taken, n):
+    """The n-th tile of this program, in a warpgroup that multiplies."""
+    slot = n % 2
+    mbarrier.wait(given.index(slot), n // 2 & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ticket = gl.max(tickets.index(slot).load(layout), 0)
+    mbarrier.arrive(taken.index(slot))
+    return ticket
+
+
+@gluon.jit
+def multiply(
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    i,
+    steps,
+    half: gl.constexpr,
+    HALF: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr,
+):
+    """Multiply the next ``steps`` blocks of the ring and add them up, in float32.
+
+    A block of an operand with ``ROWS`` has the sum along its rows, else down its columns.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    total = gl.zeros([HALF, BN], gl.float32, layout)
+    for step in range(steps):
+        stage = (i + step) % STAGES
+        mbarrier.wait(full.index(stage), (i + step) // STAGES & 1)
+        if A_ROWS:
+            a = a_smem.index(2 * stage + half).reshape([HALF, BK])
+        else:
+            a = a_smem.index(2 * stage + half).reshape([BK, HALF]).permute((1, 0))
+        if B_ROWS:
+            b = b_smem.index(stage).reshape([BN, BK]).permute((1, 0))
+        else:
+            b = b_smem.index(stage).reshape([BK, BN])
+        total = warpgroup_mma(a, b, total, use_acc=step > 0, is_async=True)
+        # The product of the block before is done: its place is free.
+        total = warpgroup_mma_wait(1, deps=(total,))
+        mbarrier.arrive(empty.index((i + step + STAGES - 1) % STAGES), pred=step > 0)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(empty.index((i + steps + STAGES - 1) % STAGES), pred=steps > 0)
+    return total
+
+
+@gluon.jit
+def pass_over(full, empty, i, steps, STAGES: gl.constexpr):
+    """Hand back the places of the next ``steps`` blocks without multiplying."""
+    for step in range(i, i + steps):
+        mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+        mbarrier.arrive(empty.index(step % STAGES))
+
+
+@gluon.jit
+def store_tile(c_desc, c_smem, total, i_0, i_1, column, HALF: gl.constexpr, BN: gl.constexpr):
+    """Store a warpgroup's half of a tile in two pieces, at ``[i_0, i_1, column]`` of c_desc."""
+    value = total.to(c_desc.dtype)
+    low, high = value.reshape([HALF, 2, BN // 2]).permute(0, 2, 1).split()
+    tma.store_wait(0)
+    c_smem.store(low.reshape([1, HALF, BN // 2]))
+    fence_async_shared()
+    async_store(c_desc, [i_0, i_1, column], c_smem)
+    tma.store_wait(0)
+    c_smem.store(high.reshape([1, HALF, BN // 2]))
+    fence_async_shared()
+    async_store(c_desc, [i_0, i_1, column + BN // 2], c_smem)
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that open when ``COUNT`` have arrived."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say if the copy engine can read ``x``: rows of neighbours, whole units apart."""
+    unit = UNIT_BYTES // x.element_size()
+    steps = x.stride()[:-1]
+    is_apart = all(step % unit == 0 and step >= x.shape[-1] for step in steps)
+    return is_apart and x.stride(-1) == 1 and x.data_ptr() % UNIT_BYTES == 0
+
+
+def new_aligned(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A matrix that nobody has written yet, or one for each group, for the copy engine."""
+    unit = UNIT_BYTES // like.element_size()
+    whole = like.new_empty(*shape[:-1], -(-shape[-1] // unit) * unit)
+    return whole if tuple(whole.shape) == tuple(shape) else whole[..., : shape[-1]]
+
+
+def ragged(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Rows of a matrix in blocks of ``rows`` times ``columns``, of which only the last m count.
+
+    The copy engine sees ``(T, rows, K)`` in which the first two dimensions both step from row
+    to row.  The last m rows of the block at ``[t, m - rows, k]`` then are the rows of the matrix
+    from t on; what is above them has a negative place in the second dimension, so it is read as
+    zeros and not written.
+    """
+    T, K = x_TK.shape
+    step = x_TK.stride(0)
+    return _describe(x_TK, (T, rows, K), (step, step, 1), [1, rows, columns])
+
+
+def matrix(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix, read in blocks of ``rows`` times ``columns``."""
+    return _describe(x_TK, x_TK.shape, x_TK.stride(), [rows, columns])
+
+
+def matrices(w_GNK: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix for each group, in blocks of ``rows`` times ``columns`` of one of them."""
+    return _describe(w_GNK, w_GNK.shape, w_GNK.stride(), [1, rows, columns])
+
+
+def _describe(x: Tensor, shape: Any, strides: Any, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, list(shape), list(strides), block, layout)
