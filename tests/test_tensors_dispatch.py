@@ -32,11 +32,16 @@ UNKNOWN = {
     "add-to-plain": lambda q, x: x + q,
     "add-in-place-to-plain": lambda q, x: x.add_(q),
     "foreach-add-in-place-to-plain": lambda q, x: torch._foreach_add_([x], [q]),
+    "add-once-to-plain": lambda q, x: x.add(q, alpha=1),
+    "add-a-multiple": lambda q, x: q.add(x, alpha=2),
+    "add-a-multiple-of-itself": lambda q, x: q.add(q, alpha=2),
+    "foreach-add-to-plain": lambda q, x: torch._foreach_add([x], [q]),
+    "norm-of-rows": lambda q, x: q.norm(dim=-1),
     "mul": lambda q, x: q * 2,
     "cat": lambda q, x: torch.cat([q, q]),
     "sum": lambda q, x: q.sum(),
     "abs": lambda q, x: q.abs(),
-    "index": lambda q, x: q[0],
+    "index": lambda q, x: q[[0, 1]],
     "transpose": lambda q, x: q.T,
     "item": lambda q, x: q.isnan().any().item(),
     "erfinv": lambda q, x: q.erfinv_(),
@@ -327,3 +332,28 @@ def test_fresh_values_take_another_dtype_and_device():
     assert torch.zeros_like(q, dtype=torch.float64).dtype is torch.float64
     assert torch.zeros_like(q, device="meta").device.type == "meta"
     assert torch.randn_like(q).shape == torch.rand_like(q).shape == (33, 40)
+
+
+# --- what an optimizer reads -------------------------------------------------------------------
+
+
+@by_format
+@by_grouping
+@by_dtype
+def test_a_multiple_is_added_to_plain_values_as_its_values_are(format, ends, dtype):
+    q, x = quantized(format, ends=ends, dtype=dtype), torch.randn(33, 40).to(dtype)
+    kept, wanted = q.clone(), x.add(q.dequantize(), alpha=0.1)
+    for got in (x.add(q, alpha=0.1), torch._foreach_add([x], [q], alpha=0.1)[0]):
+        assert type(got) is Tensor
+        assert got.dtype is dtype
+        assert torch.equal(got, wanted)
+    assert torch.equal(x.clone().add_(q, alpha=0.1), wanted)
+    assert_identical(q, kept)
+
+
+@by_format
+def test_the_norm_of_a_tensor_is_that_of_its_values(format):
+    q = quantized(format)
+    for order in (1, 2, float("inf")):
+        assert torch.equal(q.norm(order), q.dequantize().norm(order))
+    assert torch.equal(torch.linalg.vector_norm(q), q.dequantize().norm())

@@ -131,6 +131,14 @@ OPTIMIZERS = {
     "sgd-momentum": lambda ps, **loop: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **loop),
     "adamw": lambda ps, **loop: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, **loop),
     "adam": lambda ps, **loop: torch.optim.Adam(ps, lr=0.1, **loop),
+    # What follows reads its parameters: decay that is part of the gradient, and their norm.
+    "sgd-decay": lambda ps, **loop: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1, **loop),
+    "sgd-ascent": lambda ps, **loop: torch.optim.SGD(
+        ps, lr=0.1, weight_decay=0.1, maximize=True, **loop
+    ),
+    "adam-decay": lambda ps, **loop: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1, **loop),
+    "rmsprop-decay": lambda ps, **loop: torch.optim.RMSprop(ps, lr=0.01, weight_decay=0.1, **loop),
+    "adafactor": lambda ps, **loop: torch.optim.Adafactor(ps, lr=0.1, weight_decay=0.1, **loop),
 }
 
 

@@ -72,6 +72,9 @@ class _Float8(Format):
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         return ends_G[-1:].clamp(max=rows) if buffer == "codes" else None
 
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        return slice(rows.start, rows.stop) if buffer == "codes" else None
+
     def _buffers_from(
         self, x_MK: Tensor, scale: Tensor, ends_G: Tensor | None
     ) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from backstash.formats.format import (
     check_code,
     check_epsilon,
     check_flags,
+    whole_blocks,
 )
 
 
@@ -106,3 +107,8 @@ class Float8Block(Format):
         if buffer in ("column_scale_inv", "scale_inv"):
             return kernels.block_ends(ends_G, rows, self.block)[-1:]
         return ends_G[-1:].clamp(max=rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        if buffer in ("column_scale_inv", "scale_inv"):
+            return whole_blocks(self.name, self.block, rows, of)
+        return slice(rows.start, rows.stop)

@@ -87,3 +87,6 @@ class Float8Rowwise(Format):
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         return None if buffer == "column_scale_inv" else ends_G[-1:].clamp(max=rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        return None if buffer == "column_scale_inv" else slice(rows.start, rows.stop)

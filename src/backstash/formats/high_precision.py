@@ -38,3 +38,6 @@ class HighPrecisionFormat(Format):
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         return ends_G[-1:].clamp(max=rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        return slice(rows.start, rows.stop)

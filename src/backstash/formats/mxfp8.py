@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.formats.format import BufferSpec, Code, Format, Reading, Usage, check_flags
+from backstash.formats.format import (
+    BufferSpec,
+    Code,
+    Format,
+    Reading,
+    Usage,
+    check_flags,
+    whole_blocks,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,3 +99,8 @@ class MXFP8Format(Format):
         if buffer in ("column_scales", "scales"):
             return kernels.mx_block_ends(ends_G, rows)[-1:]
         return ends_G[-1:].clamp(max=rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        if buffer in ("column_scales", "scales"):
+            return whole_blocks(self.name, self.block, rows, of)
+        return slice(rows.start, rows.stop)

@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.errors import RecipeError
-from backstash.formats.format import BufferSpec, Format, Reading, Usage, check_flags
+from backstash.errors import LayoutError, RecipeError
+from backstash.formats.format import (
+    BufferSpec,
+    Format,
+    Reading,
+    Usage,
+    check_flags,
+    whole_blocks,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,19 @@ class NVFP4Format(Format):
         if buffer in ("amax", "column_amax") or (buffer == "row_amax" and not self.row_scaled):
             return None
         return ends_G[-1:].clamp(max=rows)
+
+    def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:
+        """As in the base; no rows are by themselves in the transposed codes."""
+        if buffer.startswith("column"):
+            raise LayoutError(
+                f"{self.name} keeps columns transposed, so no range of its bytes is rows "
+                f"{rows.start} to {rows.stop}; keep the rowwise usage only(), or dequantize() first"
+            )
+        if buffer == "scales":
+            return whole_blocks(self.name, self.block, rows, of)
+        if buffer == "amax" or (buffer == "row_amax" and not self.row_scaled):
+            return None
+        return slice(rows.start, rows.stop)
 
     def _rotation(self, device: torch.device) -> Tensor | None:
         return kernels.hadamard_matrix(device) if self.hadamard else None

@@ -1,10 +1,13 @@
 """What may be done with a ``QuantizedTensor``: a table, and a loud default.
 
-An operation is here because it has an exact meaning on the buffers (move, copy, view,
-compare), or because it says by its name that it writes (``copy_``, ``mul_`` and the other
+An operation is here because it has an exact meaning on the buffers (move, copy, view, take
+rows, compare), or because it says by its name that it writes (``copy_``, ``mul_`` and the other
 in-place arithmetic of optimizers and initializers): then the values are decoded, changed in
-float32 or wider, and quantized into the same buffers again.  Any other operation raises:
-calling ``dequantize()`` is the caller's decision.
+float32 or wider, and quantized into the same buffers again.  Two more are here because the
+optimizers of torch read their parameters with them, and cannot be told to dequantize: the norm of
+a whole tensor, and ``plain.add(quantized, alpha=...)``, the decay that is part of a gradient.  Its
+result is plain, and no operator means it: ``plain + quantized`` has no ``alpha``.  Any other
+operation raises: calling ``dequantize()`` is the caller's decision.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.autograd.graph import increment_version
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import Usage
 from backstash.formats.format import HIGH_PRECISION_DTYPES
+from backstash.tensors.parts import part, views_count_writes
 from backstash.tensors.quantized import QuantizedTensor
 
 aten = torch.ops.aten
@@ -33,11 +37,15 @@ def run_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """
     operation = _OPERATIONS.get(func)
     if operation is None:
-        raise UnsupportedOpError(
-            f"{func} is not defined for a QuantizedTensor, and nothing dequantizes silently; "
-            f"call .dequantize() on it first, or quantize the result yourself"
-        )
+        raise _not_defined(func)
     return operation(func, args, kwargs)
+
+
+def _not_defined(func: Any) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"{func} is not defined for a QuantizedTensor, and nothing dequantizes silently; "
+        f"call .dequantize() on it first, or quantize the result yourself"
+    )
 
 
 QuantizedTensor.run_operation = staticmethod(run_operation)
@@ -97,11 +105,33 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantized
             f"dimension, or dequantize() first"
         )
     rows, columns = shape[:-1].numel(), shape[-1]
-    matrices = {
-        name: buffer.view(rows, columns) if buffer.ndim == 2 else buffer
-        for name, buffer in source.buffers.items()
-    }
+    with views_count_writes():
+        matrices = {
+            name: buffer.view(rows, columns) if buffer.ndim == 2 else buffer
+            for name, buffer in source.buffers.items()
+        }
     return source.like(matrices, shape=shape)
+
+
+@_operation(
+    aten.slice.Tensor,
+    aten.narrow.default,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+def _take_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    # What the operation makes of plain rows says which rows it takes, and refuses what it must.
+    views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
+    if isinstance(views, Tensor):
+        return part(source, views)
+    return [part(source, view) for view in views]
 
 
 @_operation(aten.copy_.default)
@@ -145,7 +175,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
         for name, buffer in source.buffers.items()
     }
     ends_G = None if source.ends_G is None else source.ends_G.to(device, copy=True)
-    return _as_dtype(source.like(buffers, ends_G=ends_G), dtype)
+    return _as_dtype(source.like(buffers, ends_G=ends_G, shared=()), dtype)
 
 
 @_operation(
@@ -184,6 +214,8 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 )
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     target = args[0]
+    if func is aten.add_.Tensor and _is_decay(args, kwargs):
+        return func(target, args[1].dequantize(), **kwargs)
     if not isinstance(target, QuantizedTensor):
         raise UnsupportedOpError(
             f"{func} would mix a QuantizedTensor into a plain tensor; call .dequantize() on it"
@@ -217,6 +249,27 @@ def _write_each_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     increment_version([target for target in args[0] if not target.is_inference()])
 
 
+@_operation(aten.add.Tensor)
+def _decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if not _is_decay(args, kwargs):
+        raise _not_defined(func)
+    return func(args[0], args[1].dequantize(), **kwargs)
+
+
+@_operation(aten._foreach_add.List)
+def _each_decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The ``foreach`` form of the same: each pair of the lists on its own."""
+    return [torch.add(one, other, **kwargs) for one, other in zip(*args, strict=True)]
+
+
+@_operation(aten.linalg_vector_norm.default)
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    source, *rest = args
+    if kwargs.get("dim", rest[1] if rest[1:] else None) is not None:
+        raise _not_defined(func)
+    return func(source.dequantize(), *rest, **kwargs)
+
+
 if distributed.is_available():
 
     @_operation(torch.ops.c10d.broadcast_.default)
@@ -234,14 +287,16 @@ if distributed.is_available():
 
 
 def _held(tensor: QuantizedTensor) -> list[Tensor]:
+    tensor.check_whole()
     ends = [] if tensor.ends_G is None else [tensor.ends_G]
     return [*tensor.buffers.values(), *ends]
 
 
 def _each_buffer(tensor: QuantizedTensor, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    """The same kind around what ``change`` makes of each buffer, which is memory of its own."""
     buffers = {name: change(buffer) for name, buffer in tensor.buffers.items()}
     ends_G = None if tensor.ends_G is None else change(tensor.ends_G)
-    return tensor.like(buffers, ends_G=ends_G)
+    return tensor.like(buffers, ends_G=ends_G, shared=())
 
 
 def _as_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
@@ -251,6 +306,13 @@ def _as_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
     specs = tensor.format.buffers(rows, columns, dtype, tensor.usage, groups)
     buffers = {name: buffer.to(specs[name].dtype) for name, buffer in tensor.buffers.items()}
     return tensor.like(buffers, dtype=dtype)
+
+
+def _is_decay(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is a multiple of a quantized tensor added to a plain one?"""
+    one, other = args
+    is_mixed = not isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor)
+    return is_mixed and kwargs.get("alpha", 1) != 1
 
 
 def _widened(other: Any, wide: torch.dtype) -> Any:

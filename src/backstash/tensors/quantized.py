@@ -36,6 +36,8 @@ class QuantizedTensor(Tensor):
     format: Format
     usage: Usage
     ends_G: Tensor | None
+    #: Names of the buffers that rows outside of this tensor share: it is a part of another.
+    shared: tuple[str, ...]
     _names: tuple[str, ...]
 
     @staticmethod
@@ -48,6 +50,7 @@ class QuantizedTensor(Tensor):
         shape: torch.Size,
         dtype: torch.dtype,
         ends_G: Tensor | None = None,
+        shared: tuple[str, ...] = (),
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         first = next(iter(buffers.values()))
@@ -57,6 +60,7 @@ class QuantizedTensor(Tensor):
         self.format = format
         self.usage = usage
         self.ends_G = ends_G
+        self.shared = shared
         self._names = tuple(buffers)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -146,7 +150,8 @@ class QuantizedTensor(Tensor):
         groups = None if self.ends_G is None else self.ends_G.numel()
         rows = _rows(self.shape)
         names = self.format.buffers(rows, self.shape[-1], self.dtype, usage, groups)
-        return self.like({name: getattr(self, name) for name in names}, usage=usage)
+        shared = tuple(name for name in self.shared if name in names)
+        return self.like({name: getattr(self, name) for name in names}, usage=usage, shared=shared)
 
     def like(self, buffers: Mapping[str, Tensor], **changes: Any) -> QuantizedTensor:
         """A tensor of the same kind around other buffers; ``changes`` name what differs."""
@@ -156,17 +161,28 @@ class QuantizedTensor(Tensor):
             "shape": self.shape,
             "dtype": self.dtype,
             "ends_G": self.ends_G,
+            "shared": self.shared,
         }
         return type(self)(buffers, **(kind | changes))
 
     def requantize_(self, values: Tensor) -> QuantizedTensor:
-        """Put new values of the same shape into the same buffers."""
+        """Put new values of the same shape into the same buffers.
+
+        Raises:
+            LayoutError: Rows outside of this part share some of them.
+        """
+        self.check_whole()
         values_MK = values.detach().to(self.device).reshape(_rows(self.shape), self.shape[-1])
         scale = self.format.scale_of(self.buffers)
         return self.write_(self.format.encode(values_MK, self.usage, self.ends_G, scale))
 
     def write_(self, fresh: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Put other bytes into the same buffers."""
+        """Put other bytes into the same buffers.
+
+        Raises:
+            LayoutError: Rows outside of this part share some of them.
+        """
+        self.check_whole()
         for name, buffer in self.buffers.items():
             buffer.copy_(fresh[name])
             # Inside a dispatched operation nobody counts changes, and autograd, which may
@@ -174,6 +190,18 @@ class QuantizedTensor(Tensor):
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)
         return self
+
+    def check_whole(self) -> None:
+        """Refuse to write where rows outside of this part would change their values.
+
+        Raises:
+            LayoutError: There are such rows.
+        """
+        if self.shared:
+            raise LayoutError(
+                f"rows of a {self.format.name} tensor that share {', '.join(self.shared)} with "
+                f"others are not written on their own; write the whole tensor, or clone() the rows"
+            )
 
     @property
     def data(self) -> QuantizedTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -192,7 +220,7 @@ class QuantizedTensor(Tensor):
         for name in set(self._names) - set(other._names):
             delattr(self, name)
         self.format, self.usage, self.ends_G = other.format, other.usage, other.ends_G
-        self._names = other._names
+        self._names, self.shared = other._names, other.shared
         for name, buffer in other.buffers.items():
             setattr(self, name, buffer)
 
@@ -209,13 +237,13 @@ class QuantizedTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = list(self._names) + (["ends_G"] if self.ends_G is not None else [])
-        return names, (self.format, self.usage, self.dtype, self.requires_grad)
+        return names, (self.format, self.usage, self.dtype, self.shared, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], kind: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        format, usage, dtype, requires_grad = kind
+        format, usage, dtype, shared, requires_grad = kind
         buffers = dict(inner)
         ends_G = buffers.pop("ends_G", None)
         return QuantizedTensor(
@@ -225,6 +253,7 @@ class QuantizedTensor(Tensor):
             shape=outer_size,
             dtype=dtype,
             ends_G=ends_G,
+            shared=shared,
             requires_grad=requires_grad,
         )
 
@@ -245,7 +274,9 @@ class QuantizedTensor(Tensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
-        return rebuild, (self.buffers | ends, kind)
+        # A part goes into a file as a tensor of its own.
+        own: Any = self.detach().clone() if self.shared else self
+        return rebuild, (own.buffers | ends, kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
