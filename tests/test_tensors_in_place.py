@@ -174,10 +174,13 @@ def test_an_optimizer_steps_a_quantized_parameter(format, make, loop):
 def test_foreach_and_the_for_loop_step_alike(format, make):
     one = torch.nn.Parameter(quantized(format, dtype=torch.float64))
     two = copy.deepcopy(one)
-    steps(make, one, **FOR_LOOP)
-    steps(make, two, **LIST)
+    plain, other = (torch.nn.Parameter(one.dequantize()) for _ in range(2))
+    for parameter, loop in ((one, FOR_LOOP), (two, LIST), (plain, FOR_LOOP), (other, LIST)):
+        steps(make, parameter, **loop)
+    # Those of some of torch's optimizers round differently for plain values too.
+    torchs_own = (plain - other).abs().max().item()
     torch.testing.assert_close(
-        one.dequantize(), two.dequantize(), rtol=format.rtol, atol=format.atol
+        one.dequantize(), two.dequantize(), rtol=format.rtol, atol=format.atol + torchs_own
     )
 
 
