@@ -18,7 +18,7 @@ programs would fit on a processor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,8 @@ NUM_WARPS = 4
 PROGRAMS_PER_PROCESSOR = 8
 MOST_REGISTERS = 64
 _VECTOR = 16
+_NEVER_SPECIAL = 2**40 + 8
+NEVER_SPECIAL = tl.constexpr(_NEVER_SPECIAL)
 
 
 def stash_pages(
@@ -70,8 +72,8 @@ def stash_pages(
     _stash[(shape.programs,)](
         tuple(sources),
         tuple(rows),
-        tuple(widths),
-        tuple(source.numel() // width for source, width in zip(sources, widths, strict=True)),
+        _written(widths),
+        _written(source.numel() // w for source, w in zip(sources, widths, strict=True)),
         table,
         device_pages,
         host_pages,
@@ -107,8 +109,8 @@ def restore_pages(
     shape = _LaunchShape.of(destinations, page_bytes)
     _restore[(shape.programs,)](
         tuple(destinations),
-        tuple(places),
-        tuple(destination.numel() for destination in destinations),
+        _written(places),
+        _written(destination.numel() for destination in destinations),
         table,
         device_pages,
         host_pages,
@@ -134,6 +136,15 @@ def release_pages(
     release[(1,)](
         table, free_N, state, device_size, host_size, BUFFERS=buffers, BLOCK=1024, num_warps=4
     )
+
+
+def _written(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers so that a kernel is not compiled anew for others; it reads them with ``_read``.
+
+    Of a tuple's elements Triton compiles in which are 1, which are multiples of 16 and which fit
+    into 32 bits.  Written like this, none is any of these.
+    """
+    return tuple(_NEVER_SPECIAL + 32 * number for number in numbers)
 
 
 class _LaunchShape(NamedTuple):
@@ -184,10 +195,15 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
+def _read(number):
+    return (number - NEVER_SPECIAL) // 32
+
+
+@triton.jit
 def _valid_length(p_rows, capacity_rows, width):
     """Valid elements of a buffer: a count past the buffer must not be believed."""
     count = tl.load(p_rows).to(tl.int64)
-    return tl.minimum(tl.maximum(count, 0), capacity_rows) * width
+    return tl.minimum(tl.maximum(count, 0), _read(capacity_rows)) * _read(width)
 
 
 @triton.jit
@@ -284,9 +300,10 @@ def _restore(
     parts_before = 0
     bytes_restored = tl.full((), 0, tl.int64)
     for i in tl.static_range(GIVEN):
-        length = tl.load(p_table + HEADER + places[i]) // _item_bytes(p_destinations[i])
-        length = tl.minimum(length, capacities[i])
-        first = tl.load(p_table + HEADER + BUFFERS + places[i])
+        p_entry = p_table + HEADER + _read(places[i])
+        length = tl.load(p_entry) // _item_bytes(p_destinations[i])
+        length = tl.minimum(length, _read(capacities[i]))
+        first = tl.load(p_entry + BUFFERS)
         parts = tl.cdiv(length, PARTS[i]).to(tl.int32)
         for i_part in range(_first_part(i_program, parts_before, programs), parts, programs):
             # After an overflow the slots say nothing, but they may be read.
