@@ -1,0 +1,62 @@
+"""Random stashes, restores and releases for ``compute-sanitizer``: small pools, every kernel.
+
+Run it once by itself, so that every kernel is compiled and cached, and then::
+
+    compute-sanitizer --tool memcheck python tests/gpu/random_pages.py
+    compute-sanitizer --tool racecheck python tests/gpu/random_pages.py
+
+What it copies is checked as well, so it fails without the sanitizer too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+
+from backstash import kernels
+from backstash.kernels.reference.pages import page_payload
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+
+from pages_cases import check_restored, gpu_pool, random_bytes, random_program
+
+PAGES = (16, 64, 4096)
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float16)
+
+
+def mixed_launch(page: int, rows: int, room: int) -> None:
+    """Bytes and values in one launch, partly on the host, or without room."""
+    pool = gpu_pool(room // 2, room - room // 2, page)
+    sources = [torch.randn(300 * 33, device="cuda").to(dtype) for dtype in DTYPES]
+    counts = [torch.tensor([rows], device="cuda")] * len(sources)
+    held = pool.stash(sources, counts, [33] * len(sources))
+    pool.restore(held)
+    pool.restore(held, [2, 0])
+    pool.release(held)
+
+
+def main() -> None:
+    """Every kernel, at every size of page, on aligned and unaligned addresses."""
+    start = time.perf_counter()
+    for page in PAGES:
+        for seed in range(3):
+            random_program(kernels, seed, 12, page, "cuda")
+        pool = gpu_pool(2000 // page + 3, 3, page)
+        held = pool.stash(
+            [random_bytes(999, 1, "cuda")[7:]], [torch.tensor([977], device="cuda")], [1]
+        )
+        check_restored(held, pool.restore(held))
+        pool.release(held)
+        if page_payload(torch.float32, page):
+            for rows in (0, 1, 77, 300):
+                mixed_launch(page, rows, 4 * 300 * 33 * 4 // page + 8)
+            mixed_launch(page, 300, 2)
+        torch.cuda.synchronize()
+        print(f"pages of {page} bytes: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
