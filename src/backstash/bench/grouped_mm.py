@@ -2,7 +2,8 @@
 
 Ours leave nothing unwritten, neither the tail of an output nor the gradient of an empty
 group's weight; the yardstick does, and so is not quite the same work.  Forward, and both
-gradients, with groups of one size and with a skew (Dirichlet with concentration 0.3).
+gradients, with groups of one size and with a skew (Dirichlet with concentration 0.3), in
+bfloat16 and in float8 rows (:mod:`backstash.bench.grouped_float8`).
 
 Letters: T rows, K input features, N output features, G groups.
 """
@@ -19,8 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 from backstash import kernels
+from backstash.bench import grouped_float8
 from backstash.bench.record import Row
-from backstash.bench.timing import time_gpu_pair
+from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 
@@ -62,21 +64,28 @@ def measure(repeats: int) -> list[MatmulRow]:
             for what, ours, theirs in products(size, load):
                 check_outputs(what, ours(), theirs())
                 pair = time_gpu_pair(ours, theirs, repeats)
-                T, K, N, G = size
-                rows.append(
-                    MatmulRow(
-                        case="grouped_mm",
-                        what=f"{what}, {load}",
-                        values=T,
-                        target=target,
-                        pair=pair,
-                        device=device_name(default_device()),
-                        features=(K, N),
-                        groups=G,
-                        tflops=2 * T * K * N / pair.ours_us / 1e6,
-                    )
-                )
+                rows.append(_row(f"{what}, {load}", size, target, pair))
+            ends_G = group_ends(size[0], size[3], load).cuda()
+            for work in grouped_float8.works(size, ends_G):
+                check_outputs(work.what, work.ours(), work.theirs(), work.tolerance)
+                pair = time_gpu_pair(work.ours, work.theirs, repeats)
+                rows.append(_row(f"float8 {work.what}, {load}", size, work.target, pair))
     return rows
+
+
+def _row(what: str, size: tuple[int, int, int, int], target: float, pair: Pair) -> MatmulRow:
+    T, K, N, G = size
+    return MatmulRow(
+        case="grouped_mm",
+        what=what,
+        values=T,
+        target=target,
+        pair=pair,
+        device=device_name(default_device()),
+        features=(K, N),
+        groups=G,
+        tflops=2 * T * K * N / pair.ours_us / 1e6,
+    )
 
 
 def products(
@@ -115,20 +124,20 @@ def group_ends(T: int, G: int, load: str) -> Tensor:
     return count_G.cumsum(0).int()
 
 
-def check_outputs(what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Refuse to time a product that is not torch's.
+def check_outputs(what: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> None:
+    """Refuse to time a product that is not the yardstick's, as near as ``tolerance`` says.
 
     Raises:
         RuntimeError: It is not.
     """
     difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-    if not difference <= 1e-2:
+    if not difference <= tolerance:
         raise RuntimeError(f"{what}: outputs differ by {difference:.1e}; nothing is timed")
 
 
 def show(rows: Sequence[MatmulRow]) -> None:
     """Print the table, the share of torch's speed first."""
-    table = Table(title="grouped matmuls in bfloat16, against torch's")
+    table = Table(title="grouped matmuls, against torch's")
     for header in ("of torch", "quartiles", "wanted", "TFLOP/s", "rows", "K, N", "groups"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("product")
