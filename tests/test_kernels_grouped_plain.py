@@ -1,0 +1,71 @@
+"""Grouped products of any dtype, in Triton's interpreter and on a GPU, by their definition."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from test_kernels_grouped_mm import assert_close, by_counts, by_size, define, make
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+by_device = pytest.mark.parametrize("device", DEVICES)
+# The interpreter rounds 16-bit results wrongly.
+by_wide = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+# Triton must be told to interpret before it is imported: this starts a run that is.
+@pytest.mark.slow
+def test_the_interpreted_kernels_pass_these_tests() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def check(counts, k, n, dtype, device):
+    plain = importlib.import_module("backstash.kernels.grouped_plain")
+    x, dy, w, ends, groups = make(counts, k, n, dtype=dtype)
+    y, dx, dw = define(x, dy, w, groups)
+    x, dy, w, ends = x.to(device), dy.to(device), w.to(device), ends.to(device)
+    assert_close(plain.multiply_rows(x, w.mT, ends).cpu(), y, dtype)
+    assert_close(plain.multiply_rows(dy, w, ends).cpu(), dx, dtype)
+    assert_close(plain.multiply_columns(dy, x, ends).cpu(), dw, dtype)
+
+
+@by_device
+@by_counts
+@by_size
+@by_wide
+def test_all_three_products_are_their_definition(counts, k, n, dtype, device):
+    check(counts, k, n, dtype, device)
+
+
+@pytest.mark.gpu
+@by_counts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_multiplied_too(counts, dtype):
+    check(counts, 70, 63, dtype, "cuda")
+
+
+@by_device
+def test_strided_rows_are_read_where_they_lie(device):
+    plain = importlib.import_module("backstash.kernels.grouped_plain")
+    x, dy, w, ends, _ = (v.to(device) if torch.is_tensor(v) else v for v in make([9, 40], 17, 5))
+    wide = torch.randn(x.shape[0], 2, 17, device=device)
+    wide[:, 1] = x
+    for rows in (wide[:, 1], x.t().contiguous().t()):
+        wanted = plain.multiply_rows(x, w.mT, ends)
+        assert torch.equal(plain.multiply_rows(rows, w.mT, ends), wanted)
+        wanted = plain.multiply_columns(dy, x, ends)
+        assert torch.equal(plain.multiply_columns(dy, rows, ends), wanted)
