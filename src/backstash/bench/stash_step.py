@@ -2,17 +2,24 @@
 
 Some layers of experts, one after the other, each with the buffers of one rank of an
 expert-parallel group: a capacity of so many times an even load.  The same step is run with the
-stash and without.  Loss and gradients are compared first, bit for bit; then both are timed in
-turns, and on a GPU their peaks are measured, beside what the formula says: *worst case once,
-valid bytes in pages, and what is in flight*.
+stash and without, as it is and, on a GPU, as a CUDA graph.  Loss and gradients are compared
+first, bit for bit, with torch told to raise on everything that waits for the GPU.  Then both are
+timed in turns, and their peaks are measured, beside what the formula says of the stash's: *the
+plain one, less the saved buffers of all layers at full capacity, plus those of two (the layer
+that backward is at, and the one that is copied back ahead of it), plus the pages that were used*.
+
+Where an imbalance changes from step to step, both are given the same load in each turn.
 
 Letters: T tokens, K experts a token, H features, I features inside an expert, E experts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -20,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from backstash.bench.record import Row
-from backstash.bench.timing import time_gpu_pair, time_pair
+from backstash.bench.timing import Pair, time_gpu_turns, time_pair
 from backstash.bench.workloads import IMBALANCES, Load, ScriptedRouter, router_choices
 from backstash.device import default_device, device_name
 from backstash.moe import Local, MoE
@@ -30,6 +37,8 @@ from backstash.stash import PagePool, Stash, pages_for
 SLOWER_AT_MOST = 1.02
 PAGE_BYTES = 1 << 16
 FACTORS = (2.0, 4.0)
+#: Steps after which a load that changes begins anew.
+STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,12 +86,20 @@ class StepRow(Row):
     """One row: ``values`` layers; ``pair`` with the stash and without."""
 
     device: str
+    mode: str
     imbalance: str
     capacity_factor: float
     peak_bytes: int | None
     plain_peak_bytes: int | None
-    expected_saving_bytes: int
+    expected_peak_bytes: int | None
     stash: str
+
+    @property
+    def of_formula(self) -> float | None:
+        """The peak over what the formula says."""
+        if self.peak_bytes is None or self.expected_peak_bytes is None:
+            return None
+        return self.peak_bytes / self.expected_peak_bytes
 
 
 class Step(nn.Module):
@@ -94,8 +111,10 @@ class Step(nn.Module):
         # The last rank has none where a rank is idle, the first is the hot one.
         rank = shape.load.ranks - 1 if imbalance == "idle_rank" else 0
         dispatcher = Local(capacity_factor=factor, keep_experts=shape.load.experts_of(rank))
-        script = list(router_choices(IMBALANCES[imbalance], shape.load, steps=1))
         new = {"device": device, "dtype": shape.dtype}
+        choices = router_choices(IMBALANCES[imbalance], shape.load, steps=STEPS)
+        self.script = itertools.cycle([choice.to(device) for choice in choices])
+        self.choice = next(self.script).clone()
         self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden, **new) for _ in range(shape.layers))
         self.layers = nn.ModuleList()
         for _ in range(shape.layers):
@@ -107,10 +126,14 @@ class Step(nn.Module):
                 dispatcher=dispatcher,
                 **new,
             )
-            ScriptedRouter(layer, script)
+            ScriptedRouter(layer, [self.choice])
             self.layers.append(layer)
         self.x = torch.randn(shape.load.tokens, shape.hidden, **new).requires_grad_()
         self.stash: Stash | None = None
+
+    def advance(self) -> None:
+        """Go on to the load of the next step."""
+        self.choice.copy_(next(self.script))
 
     def forward(self) -> list[Tensor]:
         """The loss and the gradients of input and weights."""
@@ -135,20 +158,21 @@ def measure(repeats: int) -> list[StepRow]:
     """Compare, then time every imbalance at every capacity factor.
 
     Raises:
-        RuntimeError: Gradients differ in a bit; nothing is timed.
+        RuntimeError: Gradients differ in a bit, or something waits for the GPU; nothing is timed.
     """
     device = default_device()
     shape = SHAPES[device.type]
     return [
-        _measure(shape, factor, imbalance, repeats, device)
+        row
         for factor in FACTORS
         for imbalance in IMBALANCES
+        for row in _measure(shape, factor, imbalance, repeats, device)
     ]
 
 
 def _measure(
     shape: Shape, factor: float, imbalance: str, repeats: int, device: torch.device
-) -> StepRow:
+) -> Iterator[StepRow]:
     step = Step(shape, factor, imbalance, device)
     capacity = shape.capacity(factor)
     whole = pages_for([(capacity, width) for width in shape.row_bytes], PAGE_BYTES)
@@ -156,28 +180,104 @@ def _measure(
     # the pool itself takes is no part of the peaks, the pages that were in use are.
     pool = PagePool(whole * shape.layers * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
-    check_gradients(imbalance, step.run(stash), step.run(None))
-    peak = _peak(step, stash, device)
-    plain_peak = _peak(step, None, device)
-    used = stash.stats().device_high * PAGE_BYTES
-    time = time_gpu_pair if device.type == "cuda" else time_pair
-    pair = time(lambda: step.run(stash), lambda: step.run(None), repeats)
-    saved = shape.layers * capacity * sum(shape.row_bytes)
-    once = capacity * sum(shape.row_bytes)
-    return StepRow(
-        case="stash_step",
-        what=f"{shape.layers} layers, capacity factor {factor:g}, {imbalance}",
-        values=shape.layers,
-        target=SLOWER_AT_MOST if device.type == "cuda" else None,
-        pair=pair,
-        device=device_name(device),
-        imbalance=imbalance,
-        capacity_factor=factor,
-        peak_bytes=None if peak is None else peak + used,
-        plain_peak_bytes=plain_peak,
-        expected_saving_bytes=saved - once - used,
-        stash=str(stash.stats()),
-    )
+    step.run(stash)  # compiles
+    worst = capacity * sum(shape.row_bytes)
+    for mode in ("eager", "captured") if device.type == "cuda" else ("eager",):
+        kind = _Captured if mode == "captured" else _Eager
+        ours, theirs = kind(step, stash), kind(step, None)
+        for _ in range(STEPS):
+            check_gradients(imbalance, ours.run(), theirs.run())
+            step.advance()
+        used = stash.stats().device_high * PAGE_BYTES
+        peak = None if ours.peak is None else ours.peak + used
+        plain = theirs.peak
+        time = time_gpu_turns if device.type == "cuda" else _time_on_cpu
+        pair = time(ours.run, theirs.run, repeats, step.advance)
+        yield StepRow(
+            case="stash_step",
+            what=f"{shape.layers} layers, capacity factor {factor:g}, {imbalance}, {mode}",
+            values=shape.layers,
+            target=SLOWER_AT_MOST if device.type == "cuda" else None,
+            pair=pair,
+            device=device_name(device),
+            mode=mode,
+            imbalance=imbalance,
+            capacity_factor=factor,
+            peak_bytes=peak,
+            plain_peak_bytes=plain,
+            expected_peak_bytes=None
+            if plain is None
+            else plain - (shape.layers - 2) * worst + used,
+            stash=str(stash.stats()),
+        )
+
+
+def _time_on_cpu(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    repeats: int,
+    between: Callable[[], object],
+) -> Pair:
+    return time_pair(ours, theirs, repeats)
+
+
+class _Eager:
+    """A step run as it is, and the bytes that it takes beyond what was there before."""
+
+    def __init__(self, step: Step, stash: Stash | None) -> None:
+        self.step, self.stash = step, stash
+        with _peak_of(step.x.device) as peaks:
+            self.run()
+        self.peak = peaks[0] if peaks else None
+
+    def run(self) -> list[Tensor]:
+        with no_waiting(self.step.x.device):
+            return self.step.run(self.stash)
+
+
+class _Captured:
+    """The same as a CUDA graph, whose memory is taken once, when it is captured."""
+
+    def __init__(self, step: Step, stash: Stash | None) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with _peak_of(step.x.device) as peaks, torch.cuda.graph(self.graph):
+            self.outputs = step.run(stash)
+        self.peak = peaks[0] if peaks else None
+
+    def run(self) -> list[Tensor]:
+        self.graph.replay()
+        return self.outputs
+
+
+@contextlib.contextmanager
+def _peak_of(device: torch.device) -> Iterator[list[int]]:
+    """Bytes that a block takes beyond what was there before; nothing on a CPU."""
+    peaks: list[int] = []
+    if device.type != "cuda":
+        yield peaks
+        return
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield peaks
+    torch.cuda.synchronize()
+    peaks.append(torch.cuda.max_memory_allocated() - before)
+
+
+@contextlib.contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Let torch raise on everything that waits for the GPU; on a CPU do nothing."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        # Torch calls the mode a prototype each time it is set.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def check_gradients(what: str, ours: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
@@ -190,29 +290,14 @@ def check_gradients(what: str, ours: Sequence[Tensor], plain: Sequence[Tensor]) 
         raise RuntimeError(f"{what}: gradients differ with the stash; nothing is timed")
 
 
-def _peak(step: Step, stash: Stash | None, device: torch.device) -> int | None:
-    """Bytes that one step takes beyond what was there before."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step.run(stash)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def show(rows: Sequence[StepRow]) -> None:
     """Print the table, the ratio of the times first."""
     table = Table(title="a step with the stash, against the same without")
-    for header in ("ratio", "quartiles", "wanted", "ms", "peak GB", "without", "saved", "formula"):
+    for header in ("ratio", "quartiles", "wanted", "ms", "peak GB", "without", "of formula"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("what")
     for row in rows:
-        pair = row.pair
-        gained = None
-        if row.peak_bytes is not None and row.plain_peak_bytes is not None:
-            gained = row.plain_peak_bytes - row.peak_bytes
+        pair, of_formula = row.pair, row.of_formula
         table.add_row(
             f"[bold]{pair.ratio:.3f}[/bold]",
             f"{pair.ratio_low:.3f}-{pair.ratio_high:.3f}",
@@ -220,8 +305,7 @@ def show(rows: Sequence[StepRow]) -> None:
             f"{pair.ours_us / 1000:.2f}",
             _gigabytes(row.peak_bytes),
             _gigabytes(row.plain_peak_bytes),
-            _gigabytes(gained),
-            _gigabytes(row.expected_saving_bytes),
+            "" if of_formula is None else f"{of_formula:.3f}",
             row.what,
         )
     Console().print(table)
