@@ -15,7 +15,7 @@ from backstash.formats import Code, Format, Hybrid
 from backstash.nn import product
 from backstash.nn.product import Matmul, Path
 from backstash.recipes.products import Product
-from format_cases import by_format, name_of
+from format_cases import FORMATS, by_format, name_of
 from product_cases import COUNTS, Operands, float64_products, magnitudes, operands
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
@@ -140,6 +140,25 @@ def test_codes_give_the_product_of_their_values(
         ops.products(), float64_products(ops), magnitudes(ops), strict=True
     ):
         # Rounded once, and with groups again as the bias is added: half an eps each.
+        assert ((found.double() - wanted).abs() <= eps * size).all()
+
+
+@pytest.mark.parametrize(
+    "format",
+    [f for f in FORMATS if f.along(bs.Usage.ROWWISE).name in ("float8_block", "mxfp8", "nvfp4")],
+    ids=name_of,
+)
+@pytest.mark.parametrize("counts", [None, COUNTS], ids=["dense", "grouped"])
+def test_blocks_give_the_product_of_their_values(
+    format: Format, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with the definition of products on blocks."""
+    monkeypatch.setattr(product, "choose", lambda matmul: Path.BLOCKS)
+    ops = operands(format, torch.bfloat16, counts)
+    eps = torch.finfo(torch.bfloat16).eps
+    for found, wanted, size in zip(
+        ops.products(), float64_products(ops), magnitudes(ops), strict=True
+    ):
         assert ((found.double() - wanted).abs() <= eps * size).all()
 
 

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
-from backstash.formats import Code, Float8Current, Float8Delayed, Float8Rowwise, Format, Usage
-from backstash.kernels import FLOAT8_UNIT, Scaled
+from backstash.formats import Code, Float8Rowwise, Format, Usage
+from backstash.kernels import FLOAT8_UNIT
+from backstash.nn import operands
 from backstash.recipes.products import Product
 from backstash.tensors import QuantizedTensor
 
@@ -38,6 +39,8 @@ class Path(enum.Enum):
     VALUES = "decoded, then multiplied in the layer's dtype"
     #: Torch's float8 matmuls: scales are multiplied onto the finished sum.
     FLOAT8 = "float8 matrix units"
+    #: Our kernels for scales inside the sum: codes are decoded as they are loaded.
+    BLOCKS = "codes, decoded as they are loaded"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ def _float8_unit_fits(matmul: Matmul) -> bool:
     codes: set[Code] = set()
     has_rows = False
     for format in matmul.formats:
-        if not isinstance(format, Float8Current | Float8Delayed | Float8Rowwise):
+        if not isinstance(format, operands.SCALED_FORMATS):
             return False
         codes.add(format.code)
         has_rows = has_rows or isinstance(format, Float8Rowwise)
@@ -106,17 +109,22 @@ def output(
     """
     sizes = x.shape[0], x.shape[1], w.shape[-2]
     path = _path(Product.OUTPUT, (x, w), sizes, dtype, ends_G)
-    if ends_G is None:
+    if path is Path.BLOCKS:
+        both = operands.blocks(x, Usage.ROWWISE), operands.blocks(w, Usage.ROWWISE)
+        y_TN = kernels.quantized_mm(*both, ends_G, dtype)
+    elif ends_G is None:
         if path is Path.VALUES:
             return F.linear(values(x, dtype), values(w, dtype), bias)
-        rows = _scaled(x, Usage.ROWWISE), _scaled(w, Usage.ROWWISE)
+        rows = operands.scaled(x, Usage.ROWWISE), operands.scaled(w, Usage.ROWWISE)
         return kernels.float8_mm(*rows, bias, dtype, fast_accumulation=True)
-    if path is Path.VALUES:
+    elif path is Path.VALUES:
         y_TN = kernels.grouped_mm(values(x, dtype), values(w, dtype), ends_G)
     else:
-        rows = _grouped_rows(x, ends_G), _grouped_weight(w, Usage.ROWWISE)
+        rows = operands.grouped_rows(x, ends_G), operands.grouped_weight(w, Usage.ROWWISE)
         y_TN = kernels.float8_grouped_mm(*rows, ends_G, fast_accumulation=True)
-    return y_TN if bias is None else kernels.add_group_bias(y_TN, bias, ends_G)
+    if bias is None:
+        return y_TN
+    return y_TN + bias if ends_G is None else kernels.add_group_bias(y_TN, bias, ends_G)
 
 
 def input_gradient(dy: Tensor, w: Tensor, dtype: torch.dtype, ends_G: Tensor | None) -> Tensor:
@@ -126,10 +134,14 @@ def input_gradient(dy: Tensor, w: Tensor, dtype: torch.dtype, ends_G: Tensor | N
     if path is Path.VALUES:
         dy, w = values(dy, dtype), values(w, dtype)
         return dy @ w if ends_G is None else kernels.grouped_mm_dx(dy, w, ends_G)
+    if path is Path.BLOCKS:
+        both = operands.blocks(dy, Usage.ROWWISE), operands.blocks(w, Usage.COLUMNWISE)
+        return kernels.quantized_mm_dx(*both, ends_G, dtype)
     if ends_G is None:
-        return kernels.float8_mm(_scaled(dy, Usage.ROWWISE), _turned(w), None, dtype)
-    weight = _grouped_weight(w, Usage.COLUMNWISE)
-    return kernels.float8_grouped_mm(_grouped_rows(dy, ends_G), weight, ends_G)
+        rows, columns = operands.scaled(dy, Usage.ROWWISE), operands.turned(w)
+        return kernels.float8_mm(rows, columns, None, dtype)
+    weight = operands.grouped_weight(w, Usage.COLUMNWISE)
+    return kernels.float8_grouped_mm(operands.grouped_rows(dy, ends_G), weight, ends_G)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | None) -> Tensor:
@@ -139,9 +151,13 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | 
     if path is Path.VALUES:
         dy, x = values(dy, dtype), values(x, dtype)
         return dy.t() @ x if ends_G is None else kernels.grouped_mm_dw(dy, x, ends_G)
+    if path is Path.BLOCKS:
+        both = operands.blocks(dy, Usage.COLUMNWISE), operands.blocks(x, Usage.COLUMNWISE)
+        return kernels.quantized_mm_dw(*both, ends_G, dtype)
     if ends_G is None:
-        return kernels.float8_mm(_turned(dy), _turned(x), None, dtype)
-    (dy_NP, padded_G), (x_KP, _) = (_turned_groups(operand, ends_G) for operand in (dy, x))
+        return kernels.float8_mm(operands.turned(dy), operands.turned(x), None, dtype)
+    dy_NP, padded_G = operands.turned_groups(dy, ends_G)
+    x_KP, _ = operands.turned_groups(x, ends_G)
     return kernels.float8_grouped_mm_dw(dy_NP, x_KP, padded_G)
 
 
@@ -153,15 +169,15 @@ def values(operand: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _path(
     product: Product,
-    operands: tuple[Tensor, Tensor],
+    both: tuple[Tensor, Tensor],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     ends_G: Tensor | None,
 ) -> Path:
-    device = operands[0].device
+    device = both[0].device
     one, other = (
         _format_along(operand, usage)
-        for operand, (_, usage) in zip(operands, product.value, strict=True)
+        for operand, (_, usage) in zip(both, product.value, strict=True)
     )
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     groups = None if ends_G is None else len(ends_G)
@@ -182,57 +198,3 @@ def _format_along(operand: Tensor, usage: Usage) -> Format | None:
         return None
     readable = usage in operand.usage or operand.format.serves_both
     return operand.format.along(usage) if readable else None
-
-
-def _scaled(operand: Tensor, usage: Usage) -> Scaled:
-    """Float8 codes in the matrix's own order, and their inverse scales as their format has them."""
-    assert isinstance(operand, QuantizedTensor), "only quantized operands have codes"
-    format = operand.format.along(usage)
-    assert isinstance(format, Float8Current | Float8Delayed | Float8Rowwise), "chosen for float8"
-    buffers = operand.format.buffers_along(operand.buffers, usage)
-    if not isinstance(format, Float8Rowwise):
-        prefix = ""
-    else:
-        prefix = "row_" if usage is Usage.ROWWISE else "column_"
-    codes = buffers[prefix + "codes"].view(format.code.dtype)
-    return Scaled(codes.view(operand.shape), buffers[prefix + "scale_inv"])
-
-
-def _turned(operand: Tensor) -> Scaled:
-    """The columns of a matrix as rows, in whole units, and their inverse scales."""
-    codes, scale_inv = _scaled(operand, Usage.COLUMNWISE)
-    turned = kernels.transpose_codes(codes)
-    if missing := -turned.shape[1] % FLOAT8_UNIT:
-        turned = F.pad(turned.view(torch.uint8), (0, missing)).view(codes.dtype)
-    return Scaled(turned, scale_inv.view(-1, 1) if scale_inv.ndim == 2 else scale_inv)
-
-
-def _grouped_rows(operand: Tensor, ends_G: Tensor) -> Scaled:
-    """Rows of groups, with an inverse scale for each row also where a group shares one."""
-    codes, scale_inv = _scaled(operand, Usage.ROWWISE)
-    if scale_inv.ndim == 2:
-        return Scaled(codes, scale_inv.flatten())
-    group_T = kernels.row_groups(ends_G, len(codes)).clamp(max=len(ends_G) - 1)
-    return Scaled(codes, scale_inv.index_select(0, group_T))
-
-
-def _grouped_weight(operand: Tensor, usage: Usage) -> Scaled:
-    """Each group's weight with what is added up over last, and an inverse scale for each row."""
-    codes, scale_inv = _scaled(operand, usage)
-    if usage is Usage.COLUMNWISE:
-        codes = kernels.transpose_codes(codes)
-    return Scaled(codes, _scales_of_lines(scale_inv, *codes.shape[:2]))
-
-
-def _turned_groups(operand: Tensor, ends_G: Tensor) -> tuple[Scaled, Tensor]:
-    """The columns of groups as rows, each group in whole units, and where each ends then."""
-    codes, scale_inv = _scaled(operand, Usage.COLUMNWISE)
-    turned, padded_G = kernels.transpose_groups(codes, ends_G)
-    return Scaled(turned, _scales_of_lines(scale_inv, len(ends_G), len(turned))), padded_G
-
-
-def _scales_of_lines(scale_inv: Tensor, groups: int, lines: int) -> Tensor:
-    """``(G, lines)``, also where a group shares one scale."""
-    if scale_inv.ndim == 1:
-        scale_inv = scale_inv.unsqueeze(1).expand(groups, lines)
-    return scale_inv.contiguous().view(groups, lines)

@@ -1,0 +1,118 @@
+"""The codes of an operand, laid out as what multiplies them takes them.
+
+Formats keep their codes in the matrix's own order, whichever direction their scales follow,
+because that is what can be saved, paged and moved.  A float8 matrix unit wants what it adds up
+over last in memory: rows lie so already, columns are turned here, just before the product.
+
+Letters: T rows, K input features, N output features, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backstash import kernels
+from backstash.formats import (
+    Float8Block,
+    Float8Current,
+    Float8Delayed,
+    Float8Rowwise,
+    Format,
+    MXFP8Format,
+    NVFP4Format,
+    Usage,
+)
+from backstash.kernels import FLOAT8_UNIT, Blocks, Codes, Scaled
+from backstash.tensors import QuantizedTensor
+
+#: Formats whose scales leave the sum of a product, and formats whose scales are inside it.
+SCALED_FORMATS = (Float8Current, Float8Delayed, Float8Rowwise)
+BLOCK_FORMATS = (Float8Block, MXFP8Format, NVFP4Format)
+
+
+def scaled(operand: Tensor, usage: Usage) -> Scaled:
+    """Float8 codes in the matrix's own order, and their inverse scales as their format has them."""
+    format, buffers = _parts(operand, usage)
+    assert isinstance(format, SCALED_FORMATS), "chosen for scales that leave the sum"
+    prefix = _PREFIX[usage] if isinstance(format, Float8Rowwise) else ""
+    codes = buffers[prefix + "codes"].view(format.code.dtype)
+    return Scaled(codes.view(operand.shape), buffers[prefix + "scale_inv"])
+
+
+def blocks(operand: Tensor, usage: Usage) -> Codes:
+    """Codes and scales of blocks, as the matrix's own order has them."""
+    format, buffers = _parts(operand, usage)
+    assert isinstance(format, BLOCK_FORMATS), "chosen for blocks"
+    direction = Blocks.TILES if format.two_d else _DIRECTION[usage]
+    prefix = "" if format.two_d else _PREFIX[usage]
+    codes = buffers[prefix + "codes"]
+    scales = "scale_inv" if isinstance(format, Float8Block) else "scales"
+    if isinstance(format, Float8Block):
+        codes = codes.view(format.code.dtype)
+    elif isinstance(format, MXFP8Format):
+        codes = codes.view(torch.float8_e4m3fn)
+    return Codes(
+        codes,
+        buffers[prefix + scales],
+        (operand.shape[:-1].numel(), operand.shape[-1]),
+        direction,
+        amax=buffers.get(prefix + "amax"),
+        is_rotated=isinstance(format, NVFP4Format)
+        and format.hadamard
+        and direction is Blocks.COLUMNS,
+    )
+
+
+def turned(operand: Tensor) -> Scaled:
+    """The columns of a matrix as rows, in whole units, and their inverse scales."""
+    codes, scale_inv = scaled(operand, Usage.COLUMNWISE)
+    turned = kernels.transpose_codes(codes)
+    if missing := -turned.shape[1] % FLOAT8_UNIT:
+        turned = F.pad(turned.view(torch.uint8), (0, missing)).view(codes.dtype)
+    return Scaled(turned, scale_inv.view(-1, 1) if scale_inv.ndim == 2 else scale_inv)
+
+
+def grouped_rows(operand: Tensor, ends_G: Tensor) -> Scaled:
+    """Rows of groups, with an inverse scale for each row also where a group shares one."""
+    codes, scale_inv = scaled(operand, Usage.ROWWISE)
+    if scale_inv.ndim == 2:
+        return Scaled(codes, scale_inv.flatten())
+    group_T = kernels.row_groups(ends_G, len(codes)).clamp(max=len(ends_G) - 1)
+    return Scaled(codes, scale_inv.index_select(0, group_T))
+
+
+def grouped_weight(operand: Tensor, usage: Usage) -> Scaled:
+    """Each group's weight with what is added up over last, and an inverse scale for each row."""
+    codes, scale_inv = scaled(operand, usage)
+    if usage is Usage.COLUMNWISE:
+        codes = kernels.transpose_codes(codes)
+    return Scaled(codes, _scales_of_lines(scale_inv, *codes.shape[:2]))
+
+
+def turned_groups(operand: Tensor, ends_G: Tensor) -> tuple[Scaled, Tensor]:
+    """The columns of groups as rows, each group in whole units, and where each ends then."""
+    codes, scale_inv = scaled(operand, Usage.COLUMNWISE)
+    turned, padded_G = kernels.transpose_groups(codes, ends_G)
+    return Scaled(turned, _scales_of_lines(scale_inv, len(ends_G), len(turned))), padded_G
+
+
+def _scales_of_lines(scale_inv: Tensor, groups: int, lines: int) -> Tensor:
+    """``(G, lines)``, also where a group shares one scale."""
+    if scale_inv.ndim == 1:
+        scale_inv = scale_inv.unsqueeze(1).expand(groups, lines)
+    return scale_inv.contiguous().view(groups, lines)
+
+
+_PREFIX = {Usage.ROWWISE: "row_", Usage.COLUMNWISE: "column_"}
+_DIRECTION = {Usage.ROWWISE: Blocks.ROWS, Usage.COLUMNWISE: Blocks.COLUMNS}
+
+
+def _parts(operand: Tensor, usage: Usage) -> tuple[Format, Mapping[str, Tensor]]:
+    """The format of one direction, and its buffers by the names that it gives them."""
+    assert isinstance(operand, QuantizedTensor), "only quantized operands have codes"
+    buffers = operand.format.buffers_along(operand.buffers, usage)
+    return operand.format.along(usage), buffers
