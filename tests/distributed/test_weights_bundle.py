@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
-from twins import SGD, nothing_is_lent
+from twins import SGD, Stack, nothing_is_lent, stack_step
 
 from backstash import save_for_backward, saved_values
 from backstash.errors import ShapeError
@@ -106,3 +106,25 @@ def wrong_gradients(group: Any) -> None:
 
 def test_gradients_that_do_not_fit_the_group_are_refused(ranks: Ranks) -> None:
     ranks.run(wrong_gradients)
+
+
+def questions(group: Any) -> list[int]:
+    """How often ranks asked each other for magnitudes, in each of three steps."""
+    model = Stack(3, 32)
+    sharding = shard_weights(model, group, gather="float8_current")
+    asked, largest = [], sharding.channel.largest
+
+    def counting(x: Tensor) -> Tensor:
+        asked[-1] += 1
+        return largest(x)
+
+    sharding.channel.largest = counting  # pyright: ignore[reportAttributeAccessIssue]
+    for number in range(3):
+        asked.append(0)
+        stack_step(model, number)
+    return asked
+
+
+def test_magnitudes_of_a_known_step_are_asked_for_once(ranks: Ranks) -> None:
+    # Three gathers in forward and two in backward (the first layer has no input gradient).
+    assert ranks.run(questions) == [[5, 1, 1]] * 2

@@ -139,7 +139,8 @@ def test_small_weights_move_together_in_one_collective(ranks: Ranks, weights: in
         # Forward gathers six, backward five (the first layer's input needs no gradient) and
         # reduces six.
         assert collectives == sum(-(-moved // weights) for moved in (6, 5, 6))
-        assert peak <= 2 * weights
+        # Those in use and those ahead; gloo's thread may hold one a moment longer.
+        assert peak <= 2 * weights + 1
 
 
 def surprising(group: Any) -> None:

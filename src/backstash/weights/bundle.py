@@ -8,7 +8,7 @@ the leader, which a module asks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from backstash.formats import Usage
 from backstash.weights.channel import Channel
 from backstash.weights.states import State
 from backstash.weights.transfer import Gather, Member, Reduction, send_gathers, send_reductions
+from backstash.weights.travel import Question
+
+#: Which of a bundle's weights, and what about it.
+Asked = tuple[int, Question | None]
 
 
 class Bundle:
@@ -35,6 +39,7 @@ class Bundle:
         self._weights: tuple[weakref.ref[Any], ...] = ()
         self._gathers: list[Gather] = []
         self._reductions: list[Reduction] = []
+        self._answers: dict[Asked, Tensor] = {}
 
     def attach(self, weights: Sequence[Tensor]) -> None:
         """Say which parameters hold the shards."""
@@ -70,6 +75,23 @@ class Bundle:
         kind, device = self.members[0].kind, self.weights[0].device
         return self.whole_bytes, (device, None if is_gather else kind.dtype)
 
+    def questions(self, usage: Usage) -> list[tuple[Asked, Tensor]]:
+        """What the ranks must tell each other before a gather, and what this one knows."""
+        asked = [(i, member.ways[usage].question) for i, member in enumerate(self.members)]
+        return [
+            ((i, question), question.ask(weight.shard, weight.cut, self.channel.rank))
+            for (i, question), weight in zip(asked, self.weights, strict=True)
+            if question is not None and (i, question) not in self._answers
+        ]
+
+    def learn(self, answers: dict[Asked, Tensor]) -> None:
+        """Take answers in, which hold until they are forgotten."""
+        self._answers |= answers
+
+    def forget(self) -> None:
+        """Shards may change from now on."""
+        self._answers.clear()
+
     def gather(self, usage: Usage) -> Gather:
         """Start to gather; all ranks do, now."""
         gather = self.pack(usage)
@@ -79,7 +101,9 @@ class Bundle:
     def pack(self, usage: Usage) -> Gather:
         """A gather that is ready to be sent."""
         shards = [weight.shard for weight in self.weights]
-        gather = Gather(self.members, shards, self.channel, usage)
+        answers = self._answers | _ask([(self, usage)], self.channel).get(self, {})
+        amaxes = [answers.get((i, m.ways[usage].question)) for i, m in enumerate(self.members)]
+        gather = Gather(self.members, shards, amaxes, self.channel, usage)
         self._gathers = [g for g in self._gathers if g.state is not State.SHARDED] + [gather]
         return gather
 
@@ -116,3 +140,32 @@ class Bundle:
                 f"{tuple(shape)}, got {tuple(grad.shape)}"
             )
         return grad.detach().to(dtype)
+
+
+def ask_together(uses: Iterable[tuple[Bundle, Usage]], channel: Channel) -> None:
+    """Ask for all gathers to come at once, because each question waits for the other ranks."""
+    for bundle, answers in _ask(uses, channel).items():
+        bundle.learn(answers)
+
+
+def _ask(
+    uses: Iterable[tuple[Bundle, Usage]], channel: Channel
+) -> dict[Bundle, dict[Asked, Tensor]]:
+    """The answers of all ranks to what is not known yet."""
+    with torch.no_grad():
+        found = {
+            (bundle, asked): known
+            for bundle, usage in dict.fromkeys(uses)
+            for asked, known in bundle.questions(usage)
+        }
+        alike: dict[Any, list[Any]] = {}
+        for place, known in found.items():
+            alike.setdefault((known.dtype, known.device), []).append(place)
+        answers: dict[Bundle, dict[Asked, Tensor]] = {}
+        for places in alike.values():
+            flat = [found[place].flatten() for place in places]
+            pieces = channel.largest(torch.cat(flat)).split([len(x) for x in flat])
+            for (bundle, asked), piece in zip(places, pieces, strict=True):
+                known = found[bundle, asked]
+                answers.setdefault(bundle, {})[asked] = piece.view(known.shape)
+    return answers

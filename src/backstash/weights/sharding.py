@@ -26,7 +26,7 @@ from backstash.errors import ConfigError, PeerError
 from backstash.formats import Usage
 from backstash.weights.agreement import Agreement, Kind, Pass, Wish
 from backstash.weights.arrivals import Arrivals, add_to_buffers
-from backstash.weights.bundle import Bundle
+from backstash.weights.bundle import Bundle, ask_together
 from backstash.weights.channel import Channel, LostPeerError
 from backstash.weights.options import Delivery, ShardOptions
 from backstash.weights.order import Order
@@ -196,12 +196,16 @@ class Sharding:
     def _begin_pass(self, during: Pass) -> None:
         """Follow the order of the last such pass, if all ranks know that they begin it now."""
         self._open = during
+        if during is Pass.FORWARD:
+            self._forget_answers()
         order = self._orders.get(self._key(during))
         if order is None or self._is_free:
             return
         bundles, wide = self.bundles, self.options.accumulate
         self._progress = Progress(order, bundles, self.channel, wide, self._arrivals.expect)
+        uses = [use for use in order.uses if use.kind is not Kind.REDUCE]
         with self._together():
+            ask_together([(bundles[use.bundle], use.usage) for use in uses], self.channel)
             self._progress.begin()
 
     def _end_pass(self, during: Pass) -> None:
@@ -218,8 +222,14 @@ class Sharding:
             del self._orders[key]
             self._settle_doubts(progress.order)
         self._close(progress)
+        if during is Pass.BACKWARD:
+            self._forget_answers()
         self._runs[Pass.FORWARD if during is Pass.BACKWARD else Pass.BACKWARD] = 0
         self._runs[during] += 1
+
+    def _forget_answers(self) -> None:
+        for bundle in self.bundles:
+            bundle.forget()
 
     def _close(self, progress: Progress | None) -> None:
         self.surprises += 0 if progress is None else progress.surprises

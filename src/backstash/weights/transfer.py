@@ -41,7 +41,12 @@ class Gather:
     """Whole weights on their way to one use."""
 
     def __init__(
-        self, members: Sequence[Member], shards: Sequence[Tensor], channel: Channel, usage: Usage
+        self,
+        members: Sequence[Member],
+        shards: Sequence[Tensor],
+        amaxes: Sequence[Tensor | None],
+        channel: Channel,
+        usage: Usage,
     ) -> None:
         self.usage = usage
         self._members = members
@@ -50,8 +55,8 @@ class Gather:
         self._arrival = Arrival([], [], [])
         with torch.no_grad():
             self._sent = [
-                member.ways[usage].pack(shard, member.layout, channel)
-                for member, shard in zip(members, shards, strict=True)
+                member.ways[usage].pack(shard, member.layout, channel.rank, amax)
+                for member, shard, amax in zip(members, shards, amaxes, strict=True)
             ]
         # With one rank what is handed out is the shard: no memory that could be freed.
         self._is_copy = channel.size > 1

@@ -20,6 +20,7 @@ Letters: M rows of the whole weight, K columns, G experts.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,7 @@ from backstash.formats import (
     Usage,
 )
 from backstash.tensors import QuantizedTensor
-from backstash.weights.channel import Channel, Parcel
+from backstash.weights.channel import Parcel
 from backstash.weights.layout import Layout
 
 _KNOWN = (HighPrecisionFormat, Float8Current, Float8Rowwise, Float8Block, MXFP8Format, NVFP4Format)
@@ -60,6 +61,27 @@ class Sent:
 
     parcels: dict[str, Parcel]
     known: dict[str, Tensor]
+
+
+class Question(enum.Enum):
+    """Largest magnitudes of a shard, of which the largest of all ranks is needed."""
+
+    OF_ALL = "amax"  # of the weight, or of each expert
+    OF_COLUMNS = "column amax"  # of each column, of each expert
+    OF_ROTATED = "rotated amax"  # as above, behind the Hadamard transform
+    OF_ROTATED_COLUMNS = "rotated column amax"
+
+    def ask(self, shard: Tensor, layout: Layout, rank: int) -> Tensor:
+        """What this rank knows."""
+        x_MK = shard.reshape(layout.counts[rank], layout.columns)
+        ends_G = layout.shard_ends(rank, shard.device)
+        if self is Question.OF_ALL:
+            return kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
+        if self is Question.OF_COLUMNS:
+            return kernels.column_amax(x_MK, ends_G)
+        amax_GK = kernels.rotated_column_amax(x_MK, kernels.hadamard_matrix(x_MK.device), ends_G)
+        rotated = self is Question.OF_ROTATED
+        return kernels.row_amax(amax_GK).flatten() if rotated else amax_GK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +117,37 @@ class Travel:
         by_rows = self.usage is Usage.ROWWISE and not format.serves_both
         return 1 if by_rows else getattr(format, "block", 1)
 
-    def pack(self, shard: Tensor, layout: Layout, channel: Channel) -> Sent:
-        """What this rank sends; a format with a scale over all rows asks the others for it."""
-        x_MK = shard.reshape(layout.counts[channel.rank], layout.columns)
+    @property
+    def question(self) -> Question | None:
+        """What the ranks must know of each other's shards before they pack; None for nothing."""
+        format = self.format
+        by_rows = self.usage is Usage.ROWWISE
+        if isinstance(format, Float8Current):
+            return Question.OF_ALL
+        if isinstance(format, Float8Rowwise):
+            return None if by_rows else Question.OF_COLUMNS
+        if not isinstance(format, NVFP4Format) or (format.row_scaled and by_rows):
+            return None
+        if format.two_d or by_rows:
+            return Question.OF_ALL
+        if format.hadamard:
+            return Question.OF_ROTATED_COLUMNS if format.row_scaled else Question.OF_ROTATED
+        return Question.OF_COLUMNS if format.row_scaled else Question.OF_ALL
+
+    def pack(self, shard: Tensor, layout: Layout, rank: int, amax: Tensor | None) -> Sent:
+        """What this rank sends; ``amax`` is the answer of all ranks to the question."""
+        x_MK = shard.reshape(layout.counts[rank], layout.columns)
         if isinstance(self.format, HighPrecisionFormat):
             return Sent({"values": Parcel(x_MK, layout.counts)}, {})
-        ends_G = layout.shard_ends(channel.rank, shard.device)
-        buffers = _encode(self, x_MK, ends_G, channel)
+        ends_G = layout.shard_ends(rank, shard.device)
+        buffers = _encode(self, x_MK, ends_G, amax)
         parcels, known = {}, {}
         for name, buffer in buffers.items():
             counts = _counts(self.format, name, layout)
             if counts is None:
                 known[name] = buffer
             else:
-                parcels[name] = Parcel(buffer[: counts[channel.rank]], counts)
+                parcels[name] = Parcel(buffer[: counts[rank]], counts)
         return Sent(parcels, known)
 
     def unpack(self, arrived: Sequence[Tensor], sent: Sent, weight: WeightKind) -> Tensor:
@@ -149,18 +188,16 @@ def _counts(format: Format, buffer: str, layout: Layout) -> tuple[int, ...] | No
 
 
 def _encode(
-    way: Travel, x_MK: Tensor, ends_G: Tensor | None, channel: Channel
+    way: Travel, x_MK: Tensor, ends_G: Tensor | None, amax: Tensor | None
 ) -> dict[str, Tensor]:
-    """A shard as the format encodes the whole."""
+    """A shard as the format encodes the whole, with the magnitudes of all ranks."""
     format, usage = way.format, way.usage
-    if isinstance(format, Float8Current):
-        amax = channel.largest(_amax(x_MK, ends_G))
-        return _with_witnesses(format, x_MK, usage, ends_G, amax[:, None].expand(-1, x_MK.shape[1]))
-    if isinstance(format, Float8Rowwise) and usage is Usage.COLUMNWISE:
-        amax_GK = channel.largest(kernels.column_amax(x_MK, ends_G))
-        return _with_witnesses(format, x_MK, usage, ends_G, amax_GK)
-    if isinstance(format, NVFP4Format) and not (format.row_scaled and usage is Usage.ROWWISE):
-        return _encode_nvfp4(format, x_MK, usage, ends_G, channel)
+    if isinstance(format, Float8Current) and amax is not None:
+        return _encode_float8(format, x_MK, ends_G, amax)
+    if isinstance(format, Float8Rowwise) and amax is not None:
+        return _with_witnesses(format, x_MK, usage, ends_G, amax)
+    if isinstance(format, NVFP4Format) and amax is not None:
+        return _encode_nvfp4(format, x_MK, usage, ends_G, amax)
     if len(x_MK):
         return format.encode(x_MK, usage, ends_G, None)
     groups = None if ends_G is None else len(ends_G)
@@ -195,26 +232,26 @@ def _with_witnesses(
     }
 
 
-def _encode_nvfp4(
-    format: NVFP4Format, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, channel: Channel
+def _encode_float8(
+    format: Float8Current, x_MK: Tensor, ends_G: Tensor | None, amax: Tensor
 ) -> dict[str, Tensor]:
-    """As the format does, with the magnitudes of all ranks."""
+    options = {"power_of_two": format.power_of_two, "epsilon": format.epsilon}
+    scale = kernels.scale_from_amax(amax, largest=format.code.largest, **options)
+    codes = kernels.quantize_scaled(x_MK, scale, format.code.dtype, ends_G)
+    return {"codes": codes, "scale_inv": torch.ones_like(scale) / scale}
+
+
+def _encode_nvfp4(
+    format: NVFP4Format, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, amax: Tensor
+) -> dict[str, Tensor]:
     options: dict[str, Any] = {"four_over_six": format.four_over_six}
     if format.two_d:
-        amax = channel.largest(_amax(x_MK, ends_G))
         codes, scales = kernels.quantize_nvfp4_tiles(x_MK, amax, ends_G, **options)
         return {"codes": codes, "scales": scales, "amax": amax}
     if usage is Usage.ROWWISE:
-        amax = channel.largest(_amax(x_MK, ends_G))
         codes, scales = kernels.quantize_nvfp4_rows(x_MK, amax, ends_G, **options)
         return {"row_codes": codes, "row_scales": scales, "row_amax": amax}
     rotation = kernels.hadamard_matrix(x_MK.device) if format.hadamard else None
-    if rotation is not None:
-        amax = kernels.rotated_column_amax(x_MK, rotation, ends_G)
-        amax = amax if format.row_scaled else kernels.row_amax(amax).flatten()
-    else:
-        amax = kernels.column_amax(x_MK, ends_G) if format.row_scaled else _amax(x_MK, ends_G)
-    amax = channel.largest(amax)
     codes, scales = kernels.quantize_nvfp4_columns(x_MK, amax, ends_G, rotation, **options)
     codes = codes.view(-1, x_MK.shape[1])
     return {"column_codes": codes, "column_scales": scales, "column_amax": amax}
@@ -242,7 +279,3 @@ def _filled(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     whole = part.new_zeros(shape)
     whole[: len(part)] = part
     return whole
-
-
-def _amax(x_MK: Tensor, ends_G: Tensor | None) -> Tensor:
-    return kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
