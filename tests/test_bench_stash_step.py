@@ -24,7 +24,8 @@ def test_every_imbalance_gives_the_same_gradients(imbalance: str, factor: float)
         stash_step.check_gradients(imbalance, ours, step.run(None))
         losses.append(float(ours[0]))
         step.advance()
-    assert len(set(losses)) == stash_step.STEPS
+    # A rank without rows has the same loss whoever got them.
+    assert (len(set(losses)) > 1) == (imbalance != "idle_rank")
     assert stash.stats().batches == SHAPE.layers * stash_step.STEPS
     assert stash.is_idle
 

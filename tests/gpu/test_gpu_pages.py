@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import backstash as bs
 from backstash import kernels
 from backstash.kernels import PoolState
 from backstash.kernels.reference import pages as reference
-from backstash.stash import CapturedStep, PagePool, Policy, Stash, StepState
+from backstash.stash import PagePool, Policy, Stash
 from host_reads import no_host_reads
 from pages_cases import Pool, check_restored, gpu_pool, random_bytes, random_program
 from stash_cases import assert_nothing_is_held
+from stash_gpu_cases import Step, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -165,59 +164,6 @@ def test_a_compressing_stash_gives_a_gpu_what_it_gives_a_cpu() -> None:
 
 # --- steps -------------------------------------------------------------------------------------
 
-WIDTH, CAPACITY, EXPERTS = 256, 4096, 8
-
-
-class Layers(nn.Module):
-    """Expert layers on a buffer that is larger than what is valid in it."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
-        self.layers = nn.ModuleList(bs.GroupedMLP(EXPERTS, WIDTH, 128) for _ in range(layers))
-        self.to(GPU, torch.bfloat16)
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + nn.functional.dropout(layer(norm(x), counts), 0.1)
-        return x
-
-
-class Step:
-    """Forward and backward from tensors that stay where they are."""
-
-    def __init__(self, *handlers: Any, recipe: str = "high_precision") -> None:
-        self.model = Layers()
-        self.handlers = handlers
-        self.recipe = bs.recipe(recipe)
-        self.x = torch.randn(CAPACITY, WIDTH, device=GPU, dtype=torch.bfloat16)
-        self.counts = torch.zeros(EXPERTS, dtype=torch.int32, device=GPU)
-        self.row = torch.arange(CAPACITY, device=GPU)
-
-    def __call__(self) -> Tensor:
-        with bs.autocast(recipe=self.recipe), bs.saving(*self.handlers):
-            y = self.model(self.x * 1.0, self.counts)
-            valid = (self.row < self.counts.sum())[:, None]
-            loss = torch.where(valid, y, 0.0).float().square().sum()
-        loss.backward()
-        return loss.detach()
-
-    def gradients(self, run: Callable[[], Tensor], total: int) -> list[Tensor]:
-        """The loss and every gradient of one call of ``run`` with ``total`` valid rows."""
-        self.counts.copy_(torch.arange(EXPERTS) * total * 2 // (EXPERTS * (EXPERTS - 1)))
-        self.model.zero_grad()
-        torch.manual_seed(total)
-        loss = run()
-        grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-        return [loss.clone(), *grads]
-
-
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
 
 @pytest.mark.parametrize("recipe", ["high_precision", "float8_current", "mxfp8"])
 @pytest.mark.parametrize("policy", Policy, ids=lambda policy: policy.value)
@@ -255,30 +201,4 @@ def test_an_original_is_free_for_the_next_layer_however_far_the_host_runs_ahead(
         step.gradients(step, 900)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < peaks[0]
-    assert_nothing_is_held(stash)
-
-
-def test_a_captured_step_is_bit_equal_and_survives_every_overflow() -> None:
-    stash = Stash(PagePool(6 * 2**20, device=GPU, page_bytes=16384))
-    plain, ours = Step(), Step(stash)
-    captured = CapturedStep(ours, stash, [ours.model])
-    totals = [300, 300, 300, 4000, 310, 900, 4096, 0, 17, 3000]
-    for total in totals:
-        assert_equal(ours.gradients(captured, total), plain.gradients(plain, total))
-        assert stash.is_idle
-    assert captured.reruns >= 1
-    assert captured.captures == captured.reruns + 1
-    assert captured.state is StepState.CAPTURED
-    assert stash.pool.counters()[PoolState.OVERFLOWS] == 0
-    assert_nothing_is_held(stash)
-
-
-def test_a_hundred_replays_with_changing_counts_are_bit_equal() -> None:
-    stash = Stash(PagePool(64 * 2**20, device=GPU, page_bytes=16384))
-    plain, ours = Step(), Step(stash)
-    captured = CapturedStep(ours, stash, [ours.model])
-    for turn in range(100):
-        total = turn * 997 % 4097
-        assert_equal(ours.gradients(captured, total), plain.gradients(plain, total))
-    assert (captured.reruns, captured.captures) == (0, 1)
     assert_nothing_is_held(stash)
