@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs on a GPU: bit-equal, whatever overflows, and nothing of a failed try left."""
+"""Steps as CUDA graphs on a GPU: bit-equal, whatever overflows, and no trace of a failed try."""
 
 from __future__ import annotations
 

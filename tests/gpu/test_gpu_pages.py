@@ -27,6 +27,7 @@ GPU = "cuda"
 def plain_memory() -> Iterator[None]:
     """Deterministic mode fills fresh memory, which is slow for gigabytes and hides no bug here."""
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
     yield
     torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
     gc.collect()
