@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from backstash import cli
+from backstash import cli, device
 from backstash.errors import CheckpointError
 from backstash.recipes import recipe_names
 from backstash.train import metrics
@@ -108,6 +109,24 @@ def test_check_says_what_each_format_runs_on(capsys: pytest.CaptureFixture[str])
     assert backstash("check") == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("torch", *recipe_names()))
+    assert "native" not in out
+
+
+def test_check_names_what_multiplies_on_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(device, "describe", lambda: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert backstash("check") == 0
+    recipes = capsys.readouterr().out.split("recipe   ")
+    (rows,) = [text for text in recipes if text.startswith("float8_rowwise")]
+    assert "emulated" not in rows
+    assert rows.count("output, input gradient, weight gradient: native: float8") == 2
+    (current,) = [text for text in recipes if text.startswith("float8_current")]
+    # Torch's grouped matmul takes no E5M2, in which that recipe keeps gradients.
+    assert "groups: output: native" in current
+    assert "groups: input gradient, weight gradient: emulated" in current
 
 
 def test_bench_lists_its_cases(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,17 +128,26 @@ def estimate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Say what this machine can run, and how it runs each recipe."""
+    """Say what this machine can run, and what multiplies under each recipe."""
     _refuse_options("check", arguments)
+    product = importlib.import_module("backstash.nn.product")
     print(device.describe())
-    units = device.matrix_units(device.default_device())
+    here = device.default_device()
+    capability = torch.cuda.get_device_capability(here) if here.type == "cuda" else None
     for name in recipe_names():
-        format = recipe(name).input
+        chosen = recipe(name)
+        if name == "high_precision":
+            print(f"recipe   {name}: inputs kept and multiplied in the layer's dtype")
+            continue
+        format = chosen.input
         bits = 8 * format.saved_bytes(1024, 1024, torch.float32, Usage.COLUMNWISE) / 1024**2
-        has_unit = any(name.startswith(unit) for unit in units)
-        unit = "" if name == "high_precision" else f", matrix unit: {'yes' if has_unit else 'no'}"
-        kept = "the layer's dtype" if name == "high_precision" else f"{bits:.2f} bits a value"
-        print(f"recipe   {name}: runs; inputs kept in {kept}{unit}")
+        print(f"recipe   {name}: inputs kept in {bits:.2f} bits a value")
+        for where, is_grouped in (("one weight", False), ("groups", True)):
+            taken = product.paths(chosen, capability, is_grouped=is_grouped)
+            for path in dict.fromkeys(taken.values()):
+                names = [which.name for which in taken if taken[which] is path]
+                words = ", ".join(names).lower().replace("_", " ")
+                print(f"         {where}: {words}: {path.value}")
     return 0
 
 

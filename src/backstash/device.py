@@ -4,9 +4,8 @@ This file is the only reader of the environment: everything else is told, as an 
 what it needs to know.  The answers cannot change while a process lives, so each question is
 asked the first time somebody needs it and remembered.
 
-A *matrix unit* is hardware that multiplies a low-precision format directly.  Where none is
-used, the values are the same (quantize, then multiply in high precision) and only the speed
-differs; :func:`describe` says so in words.
+A *matrix unit* is hardware that multiplies a low-precision format directly.  Which of them a
+layer uses is decided in :mod:`backstash.nn.product`.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def has_triton() -> bool:
 
 
 def describe() -> str:
-    """Describe the machine in a few lines: versions, device, and how formats run on it."""
+    """Describe the machine in a few lines: versions, device, and what hardware is there."""
     device = default_device()
     launch = launch_environment()
     units = ", ".join(sorted(matrix_units(device))) or "none for a low-precision format"
@@ -124,8 +123,6 @@ def describe() -> str:
         "triton": "usable" if has_triton() else "not usable here",
         "units": units,
         "kernels": "Triton (NVFP4: PyTorch)" if has_triton() else "PyTorch",
-        "formats": "quantized, dequantized, then multiplied in the layer's dtype: the values of "
-        "each format, without the speed of a matrix unit",
     }
     return "\n".join(f"{name:<8} {what}" for name, what in lines.items())
 

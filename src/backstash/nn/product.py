@@ -28,6 +28,7 @@ from backstash import kernels
 from backstash.formats import Code, Float8Rowwise, Format, Usage
 from backstash.kernels import FLOAT8_UNIT
 from backstash.nn import operands
+from backstash.recipes import Operand, Phase, Recipe, Role
 from backstash.recipes.products import Product
 from backstash.tensors import QuantizedTensor
 
@@ -36,11 +37,11 @@ class Path(enum.Enum):
     """What multiplies two operands."""
 
     #: A matmul of plain values; what is quantized is decoded first.
-    VALUES = "decoded, then multiplied in the layer's dtype"
+    VALUES = "emulated: decoded to values, then a matmul in the layer's dtype"
     #: Torch's float8 matmuls: scales are multiplied onto the finished sum.
-    FLOAT8 = "float8 matrix units"
+    FLOAT8 = "native: float8 matrix units, torch's scaled_mm or scaled_grouped_mm"
     #: Our kernels for scales inside the sum: codes are decoded as they are loaded.
-    BLOCKS = "codes, decoded as they are loaded"
+    BLOCKS = "native: our quantized_mm, which decodes codes as it loads them"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,34 @@ def _float8_unit_fits(matmul: Matmul) -> bool:
         return matmul.capability >= _ROW_SCALES and codes == {Code.E4M3}
     # No unit multiplies E5M2 by E5M2.
     return matmul.capability >= _TENSOR_SCALES and codes != {Code.E5M2}
+
+
+def paths(
+    recipe: Recipe, capability: tuple[int, int] | None, *, is_grouped: bool
+) -> dict[Product, Path]:
+    """What multiplies each product of a bfloat16 layer under a recipe, where its sizes fit."""
+    found = {}
+    for product in Product:
+        phase = Phase.FORWARD if product is Product.OUTPUT else Phase.BACKWARD
+        one, other = (
+            recipe.format(Role(Operand(operand), phase, "GroupedLinear")).along(usage)
+            for operand, usage in product.value
+        )
+        found[product] = choose(
+            Matmul(
+                product=product,
+                formats=(one, other),
+                sizes=_ANY_SIZES,
+                groups=_ANY_GROUPS if is_grouped else None,
+                dtype=torch.bfloat16,
+                capability=capability,
+            )
+        )
+    return found
+
+
+# Sizes and groups that every path takes.
+_ANY_SIZES, _ANY_GROUPS = (4096, 4096, 4096), 8
 
 
 def output(
