@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import backstash as bs
+from backstash.saving import slots
 from saving_cases import BY_REFERENCE, HOOKS, ROUTES, Carrier, leaf, values_2d
 
 each_hook = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
@@ -132,3 +133,27 @@ def test_a_buffer_that_a_hook_lost_is_an_error() -> None:
     _, records = bs.prepare_for_saving(TwoTensor(torch.ones(1), torch.ones(1)))
     with pytest.raises(bs.ShapeError, match="came back as None"):
         bs.restore_from_saved(records, [torch.ones(1), None])
+
+
+class Marked(Tensor):
+    """A distributed weight of somebody else, which its class says it is."""
+
+    is_distributed_weight = True
+
+
+class Claims(nn.Parameter):
+    """A parameter that says only when it is asked whether it is distributed."""
+
+    is_distributed_weight = property(lambda self: True)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Marked, Claims], ids=lambda kind: kind.__name__)
+def test_weights_of_a_group_share_one_record_whatever_their_class(kind: Any) -> None:
+    plain = [torch.randn(2, 2) for _ in range(2)]
+    weights = [x.as_subclass(kind) if kind is Marked else kind(x) for x in plain]
+    values = (values_2d(), *weights, None)
+    tensors, records = bs.prepare_for_saving(*values)
+    assert type(records) is slots.WithParameters
+    assert len(tensors) == 2
+    restored = bs.restore_from_saved(records, tensors)
+    assert all(a is b for a, b in zip(restored, values, strict=True))

@@ -71,7 +71,8 @@ class WithParameters(Records):
 class Layout(NamedTuple):
     """Where the parameters are among values of some types, as functions that run in C.
 
-    ``common`` says that there are only parameters, plain tensors and None.
+    Distributed weights count as parameters where their class says what they are.  ``common``
+    says that there are only parameters, plain tensors and None.
     """
 
     parameters: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -84,12 +85,18 @@ class Layout(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def layout_of(kinds: tuple[type, ...]) -> Layout:
     """The layout of values of these types; a module asks for the same one at every call."""
-    parameters = [i for i, kind in enumerate(kinds) if kind is Parameter]
-    others = [i for i, kind in enumerate(kinds) if kind is not Parameter]
+    parameters = [i for i, kind in enumerate(kinds) if _is_kept_whole(kind)]
+    others = [i for i, kind in enumerate(kinds) if not _is_kept_whole(kind)]
     place = {position: i for i, position in enumerate(parameters + others)}
     merge = _picker([place[i] for i in range(len(kinds))])
-    common = {Tensor, Parameter, NoneType}.issuperset(kinds)
+    common = all(kind is Tensor or kind is NoneType or _is_kept_whole(kind) for kind in kinds)
     return Layout(_picker(parameters), _picker(others), merge, len(others), common)
+
+
+def _is_kept_whole(kind: type) -> bool:
+    """Are all values of this type kept by reference?"""
+    marked = getattr(kind, "is_distributed_weight", False) is True
+    return issubclass(kind, Parameter) or (marked and issubclass(kind, Tensor))
 
 
 def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
