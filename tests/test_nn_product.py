@@ -98,6 +98,44 @@ def test_what_float8_units_do_not_take(which: Product, changes: dict[str, Any]) 
     assert product.choose(matmul(product=which, **changes)) is not Path.FLOAT8
 
 
+BLOCK, MX = bs.FLOAT8_BLOCK, bs.MXFP8
+BLOCK_TILES, MX_TILES = (dataclasses.replace(one, two_d=True) for one in (BLOCK, MX))
+READ_AS_BLOCKS = {
+    "blocks": {"formats": (BLOCK, BLOCK)},
+    "blocks in E5M2": {"formats": (dataclasses.replace(BLOCK, **E5M2), BLOCK)},
+    "blocks by tiles": {"formats": (BLOCK, BLOCK_TILES)},
+    "MXFP8": {"formats": (MX, MX)},
+    "MXFP8 by tiles": {"formats": (MX, MX_TILES)},
+    "in groups": {"formats": (MX, MX), "groups": 2000},
+    "awkward sizes": {"formats": (MX, MX), "sizes": (3, 5, 7)},
+    "no rows": {"formats": (MX, MX), "sizes": (0, 5, 7)},
+    "a result in float32": {"formats": (BLOCK, BLOCK), "dtype": torch.float32},
+    "on Ada": {"formats": (BLOCK, BLOCK), "capability": ADA},
+    "on Blackwell": {"formats": (BLOCK, BLOCK), "capability": BLACKWELL},
+}
+NOT_READ_AS_BLOCKS = {
+    "a CPU": {"formats": (MX, MX), "capability": None},
+    "an older GPU": {"formats": (MX, MX), "capability": (8, 6)},
+    "two formats": {"formats": (MX, BLOCK)},
+    "tiles on the left": {"formats": (MX_TILES, MX)},
+    "values beside codes": {"formats": (None, MX)},
+    "codes beside values": {"formats": (MX, None)},
+    "a result in float64": {"formats": (MX, MX), "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("changes", READ_AS_BLOCKS.values(), ids=READ_AS_BLOCKS)
+@pytest.mark.parametrize("which", Product)
+def test_what_kernels_for_blocks_take(which: Product, changes: dict[str, Any]) -> None:
+    assert product.choose(matmul(product=which, **changes)) is Path.BLOCKS
+
+
+@pytest.mark.parametrize("changes", NOT_READ_AS_BLOCKS.values(), ids=NOT_READ_AS_BLOCKS)
+@pytest.mark.parametrize("which", Product)
+def test_what_kernels_for_blocks_do_not_take(which: Product, changes: dict[str, Any]) -> None:
+    assert product.choose(matmul(product=which, **changes)) is Path.VALUES
+
+
 @by_format
 def test_a_cpu_multiplies_values(format: Format) -> None:
     assert product.choose(matmul(formats=(format, format), capability=None)) is Path.VALUES

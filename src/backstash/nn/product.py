@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
-from backstash.formats import Code, Float8Rowwise, Format, Usage
+from backstash.formats import Code, Float8Block, Float8Rowwise, Format, MXFP8Format, Usage
 from backstash.kernels import FLOAT8_UNIT
 from backstash.nn import operands
 from backstash.recipes import Operand, Phase, Recipe, Role
@@ -70,12 +70,16 @@ class Matmul:
 # one generation for which torch has a grouped float8 matmul, with the fewest groups it refuses.
 _TENSOR_SCALES, _ROW_SCALES, _GROUPED_MAJOR = (8, 9), (9, 0), 9
 _TOO_MANY_GROUPS = 1024
-_DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Formats that our kernels for blocks read, and the first capability that decodes float8.
+_READ_BLOCKS, _BLOCKS = (Float8Block, MXFP8Format), (8, 9)
 
 
 def choose(matmul: Matmul) -> Path:
     """What multiplies the operands."""
-    return Path.FLOAT8 if _float8_unit_fits(matmul) else Path.VALUES
+    if _float8_unit_fits(matmul):
+        return Path.FLOAT8
+    return Path.BLOCKS if _block_kernel_fits(matmul) else Path.VALUES
 
 
 def _float8_unit_fits(matmul: Matmul) -> bool:
@@ -93,12 +97,23 @@ def _float8_unit_fits(matmul: Matmul) -> bool:
         is_fit = codes == {Code.E4M3} and matmul.groups < _TOO_MANY_GROUPS
         has_unit = matmul.capability[0] == _GROUPED_MAJOR
         return has_unit and is_fit and matmul.dtype is torch.bfloat16
-    if matmul.dtype not in _DENSE_DTYPES:
+    if matmul.dtype not in _DTYPES:
         return False
     if has_rows:
         return matmul.capability >= _ROW_SCALES and codes == {Code.E4M3}
     # No unit multiplies E5M2 by E5M2.
     return matmul.capability >= _TENSOR_SCALES and codes != {Code.E5M2}
+
+
+def _block_kernel_fits(matmul: Matmul) -> bool:
+    one, other = matmul.formats
+    if matmul.capability is None or matmul.capability < _BLOCKS or matmul.dtype not in _DTYPES:
+        return False
+    for format in _READ_BLOCKS:
+        if isinstance(one, format) and isinstance(other, format):
+            # The kernels have lines on the left, along what the sum runs over.
+            return not one.two_d
+    return False
 
 
 def paths(
