@@ -71,13 +71,13 @@ def _fetch(
     STAGES: gl.constexpr,
 ):
     block_bytes: gl.constexpr = BK * (2 * HALF + BN) * a_desc.dtype.primitive_bitwidth // 8
-    ticket = gl.program_id(0)
+    ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
     n = 0
     i = 0
     while ticket < groups * high * wide:
         give_ticket(tickets, given, taken, n, ticket)
         start, end, _, i_high, i_wide = _locate(p_table, ticket, high, wide)
-        ticket = gl.num_programs(0) + gl.atomic_add(p_table + 3, 1, sem="relaxed")
+        ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
         for first in range(start, end, BK):
             stage = i % STAGES
             bar = full.index(stage)

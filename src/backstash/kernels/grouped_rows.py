@@ -80,7 +80,7 @@ def _fetch(
     B_ROWS: gl.constexpr,
 ):
     block_bytes: gl.constexpr = BK * a_desc.dtype.primitive_bitwidth // 8
-    ticket = gl.program_id(0)
+    ticket = gl.atomic_add(p_table + 7, 1, sem="relaxed")
     n = 0
     i = 0
     while ticket < used * chunks:
@@ -89,7 +89,7 @@ def _fetch(
         has_low = end > first + HALF
         end_high = gl.minimum(end, first + HALF)
         steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
-        ticket = gl.num_programs(0) + gl.atomic_add(p_table + 7, 1, sem="relaxed")
+        ticket = gl.atomic_add(p_table + 7, 1, sem="relaxed")
         for step in range(steps):
             stage = (i + step) % STAGES
             k = step * BK
