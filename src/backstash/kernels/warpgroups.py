@@ -8,8 +8,8 @@ a block, multiplies it and hands its place back.  Where a half has no rows, its 
 the places back without multiplying, and the other one has the tensor cores for itself.
 
 Tiles are given out by a counter, as tickets: a program that was slow, or whose tile was long, or
-that began late because other work had its processor, asks for the next one later.  Who computes a tile changes nothing in it: the blocks of a sum are
-always added in their order.
+that began late because other work had its processor, asks for the next one later.  Who computes
+a tile changes nothing in it: the blocks of a sum are always added in their order.
 
 Rows that end inside a block need no mask.  The copy engine reads zeros past the bounds of a
 tensor and writes nothing there, so the rows of a group are shown to it as a tensor whose second
