@@ -56,6 +56,7 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
         pair = getattr(kernels, f"quantize_block_{kind}")(x, code, ends)
         getattr(kernels, f"dequantize_block_{kind}")(*pair, code, x.dtype, ends)
     kernels.transpose_codes(codes)
+    kernels.transpose_groups(codes, ends)
     kernels.add_group_bias(x, torch.zeros(groups, x.shape[1], device="cuda"), ends)
     kernels.group_sum(x, ends)
 
