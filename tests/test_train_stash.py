@@ -282,7 +282,22 @@ def test_a_pool_that_follows_has_room_for_the_empty_rows_of_a_layer(tmp_path: Pa
     assert pool_margin(stashed_run(tmp_path)) == pytest.approx(1.1)
 
 
+def test_a_rank_has_a_pool_for_its_part_of_the_batch(tmp_path: Path) -> None:
+    config = stashed_run(tmp_path, batch=4)
+    half = dataclasses.replace(config, batch=2)
+    pools = [
+        open_stash(config, torch.device("cpu"), ranks=2).pool,
+        open_stash(half, torch.device("cpu")).pool,
+    ]
+    assert pools[0].device_size == pools[1].device_size > 0
+
+
 # --- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_stash_that_would_take_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than a page of 1048576 bytes"):
+        trainer(stashed_run(tmp_path, stash_page_bytes=2**20))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -92,7 +92,8 @@ class Trainer:
         # Made on the CPU: a seed gives the same weights wherever the model then runs.
         self.model = make_model(config, self.ranks.counting).to(self.device)
         self._shards = self.ranks.shard(self.model)
-        self.stash = open_stash(config, self.device) if config.stash else None
+        size = self.ranks.size
+        self.stash = open_stash(config, self.device, ranks=size) if config.stash else None
         self._gauge = None if self.stash is None else StashGauge(self.stash)
         self._optimizer = Optimizer(
             self.model, config.optimizer, steps=config.steps, shards=self._shards

@@ -7,10 +7,12 @@ loss anyway, and what it is short of is memory.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import torch
 
+from backstash.errors import ConfigError
 from backstash.stash import PagePool, Policy, Sizing, Stash
 
 from .config import TrainConfig
@@ -18,13 +20,20 @@ from .estimate import stash_bytes
 from .metrics import StashMetrics
 
 
-def open_stash(config: TrainConfig, device: torch.device) -> Stash:
-    """Return an empty stash on the device that the model is on.
+def open_stash(config: TrainConfig, device: torch.device, *, ranks: int = 1) -> Stash:
+    """Return an empty stash on the device that the model is on, for one of ``ranks`` processes.
 
     Raises:
-        ConfigError: its pages are more than can be numbered.
+        ConfigError: it would take nothing, or its pages are more than can be numbered.
         DeviceError: there are no kernels for the device.
     """
+    config = dataclasses.replace(config, batch=config.batch // ranks)
+    if config.recompute == "none" and not stash_bytes(config):
+        raise ConfigError(
+            "a stash would take nothing: no buffer that the experts of a process save is larger "
+            f"than a page of {config.stash_page_bytes} bytes; pass a smaller --stash-page-bytes, "
+            "or leave --stash out"
+        )
     host_bytes, page_bytes = config.stash_host_bytes, config.stash_page_bytes
     if config.stash_bytes is not None:
         pool = PagePool(config.stash_bytes, host_bytes, device=device, page_bytes=page_bytes)
