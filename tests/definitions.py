@@ -11,6 +11,7 @@ Letters: M rows, K columns, S blocks of 32, L steps of history, G groups.
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -25,6 +26,7 @@ NAN_CODE = 0x7F
 POWERS = 2.0 ** (np.arange(255) - 127)  # of the E8M0 codes 0 to 254
 
 
+@functools.cache
 def magnitudes(code: str) -> np.ndarray:
     """The finite values of codes 0, 1, 2, ... in float64, where all of them are exact."""
     exponent_bits, mantissa_bits, count = FIELDS[code]
@@ -37,6 +39,7 @@ def magnitudes(code: str) -> np.ndarray:
     return np.array(values)
 
 
+@functools.cache
 def midpoints(code: str) -> np.ndarray:
     """The magnitudes that lie as near to one code as to the next."""
     values = magnitudes(code)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import definitions
 
-SHAPES = [(1, 1), (1, 31), (33, 65), (64, 96), (303, 300), (305, 256), (2, 3, 40), (0, 64), (5, 0)]
+SHAPES = [
+    *[(1, 1), (1, 31), (33, 65), (64, 96), (303, 300), (305, 256), (256, 272)],
+    *[(2, 3, 40), (0, 64), (5, 0), (0, 3, 17)],
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COUNTS = {
     "even": [32, 32, 32],
