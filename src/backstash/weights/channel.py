@@ -51,28 +51,47 @@ class Parcel:
         return list(self.counts) == ideal
 
 
+class Flight:
+    """Collectives that were started together, each with what it reads."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+        self._arrived: torch.Event | None = None
+
+    def wait(self, device: torch.device) -> None:
+        """Wait once for all: a second wait can deliver a second time, over what came since."""
+        if self._works:
+            wait_all(self._works)
+            if device.type == "cuda":
+                self._arrived = torch.cuda.current_stream(device).record_event()
+        elif self._arrived is not None:
+            # On this stream nobody may have waited yet.
+            torch.cuda.current_stream(device).wait_event(self._arrived)
+
+
 class Arrival:
     """Matrices on their way; :meth:`wait` gives the whole of each, once.
 
-    What was sent together can be parted (:meth:`take_first`); the parts share the list of
-    works, which the first that waits empties: to wait twice can deliver twice.
+    What was sent together can be parted with :meth:`take_first`.
     """
 
-    def __init__(self, works: list[Any], wholes: list[Tensor], parcels: list[Parcel]) -> None:
-        self._works = works
+    def __init__(self, flight: Flight, wholes: list[Tensor], parcels: list[Parcel]) -> None:
+        self._flight = flight
         self._wholes = wholes
         self._parcels = parcels
 
     def take_first(self, count: int) -> Arrival:
         """Part off the first so many matrices, to be waited for on their own."""
-        first = Arrival(self._works, self._wholes[:count], self._parcels[:count])
+        first = Arrival(self._flight, self._wholes[:count], self._parcels[:count])
         self._wholes, self._parcels = self._wholes[count:], self._parcels[count:]
         return first
 
     def wait(self) -> list[Tensor]:
         """Wait for the collective, and give what it brought."""
-        wait_all(self._works)
+        if self._wholes:
+            self._flight.wait(self._wholes[0].device)
         # Whoever keeps the arrival for its state must not keep the memory.
+        self._flight = Flight([])
         wholes, parcels, self._wholes, self._parcels = self._wholes, self._parcels, [], []
         return [_without_padding(w, p) for w, p in zip(wholes, parcels, strict=True)]
 
@@ -151,7 +170,7 @@ class Channel:
     def gather(self, parcels: list[Parcel]) -> Arrival:
         """Bring the rows of all ranks together."""
         if self.size == 1:
-            return Arrival([], [parcel.rows for parcel in parcels], parcels)
+            return Arrival(Flight([]), [parcel.rows for parcel in parcels], parcels)
         # As bytes: a coalesced collective takes one dtype, and codes travel with float scales.
         sent = [_padded(p.rows, p.chunk).view(torch.uint8) for p in parcels]
         wholes = [
@@ -164,28 +183,28 @@ class Channel:
             work = self.group.allgather_into_tensor_coalesced(wholes, sent)
         # A collective reads what is sent until it is done, so the works hold it.
         wholes = [w.view(p.rows.dtype) for w, p in zip(wholes, parcels, strict=True)]
-        return Arrival([(work, sent)], wholes, parcels)
+        return Arrival(Flight([(work, sent)]), wholes, parcels)
 
     def scatter(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
         """Add the ranks' matrices up and bring each rank its rows, in the matrices' dtype."""
         mine = [rows[self.rank] for rows in counts]
         parcels = [Parcel(whole, (rows,)) for whole, rows in zip(wholes, mine, strict=True)]
         if self.size == 1:
-            return Arrival([], wholes, parcels)
+            return Arrival(Flight([]), wholes, parcels)
         sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
         shards = [rows.new_empty(len(rows) // self.size, *rows.shape[1:]) for rows in sent]
         self.wire_bytes += sum(rows.nbytes for rows in sent)
         self.collectives += 1
         with _peers("reduce a gradient"):
             work = self.group.reduce_scatter_tensor_coalesced(shards, sent)
-        return Arrival([(work, sent)], shards, parcels)
+        return Arrival(Flight([(work, sent)]), shards, parcels)
 
     def exchange(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
         """Bring each rank its rows of every rank's matrix, ``(P C, K)``, not added up."""
         sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
         parcels = [Parcel(rows, (len(rows),)) for rows in sent]
         if self.size == 1:
-            return Arrival([], sent, parcels)
+            return Arrival(Flight([]), sent, parcels)
         self.wire_bytes += sum(rows.nbytes for rows in sent)
         arrived = [torch.empty_like(rows) for rows in sent]
         self.collectives += 1
@@ -194,7 +213,7 @@ class Channel:
                 (dist.all_to_all_single(new, rows, group=self.group, async_op=True), rows)
                 for new, rows in zip(arrived, sent, strict=True)
             ]
-        return Arrival(works, arrived, parcels)
+        return Arrival(Flight(works), arrived, parcels)
 
 
 def wait_all(works: list[Any]) -> None:

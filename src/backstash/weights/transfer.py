@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.formats import Usage
 from backstash.tensors import QuantizedTensor
-from backstash.weights.channel import Arrival, Channel, Parcel
+from backstash.weights.channel import Arrival, Channel, Flight, Parcel
 from backstash.weights.layout import Layout
 from backstash.weights.states import State, move
 from backstash.weights.travel import Travel, WeightKind
@@ -52,7 +52,7 @@ class Gather:
         self._members = members
         self._shards = shards
         self._versions = [shard._version for shard in shards]
-        self._arrival = Arrival([], [], [])
+        self._arrival = Arrival(Flight([]), [], [])
         with torch.no_grad():
             self._sent = [
                 member.ways[usage].pack(shard, member.layout, channel.rank, amax)
@@ -124,7 +124,7 @@ class Reduction:
         self._channel = channel
         self._wide = wide
         self._members = members
-        self._arrival = Arrival([], [], [])
+        self._arrival = Arrival(Flight([]), [], [])
         self._wholes = [
             grad.reshape(member.layout.rows, member.layout.columns)
             for member, grad in zip(members, grads, strict=True)
