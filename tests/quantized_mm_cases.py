@@ -11,8 +11,10 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.kernels import Blocks, Codes
+from host_reads import no_host_reads
 
 ROWS, COLUMNS, TILES = Blocks.ROWS, Blocks.COLUMNS, Blocks.TILES
+TAIL = 7
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -38,6 +40,18 @@ KINDS = {
 }
 Multiply = Callable[..., Tensor]
 by_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+# Rows of the groups (or of one matrix), and the features N and K.
+Shape = tuple[list[int] | int, tuple[int, int]]
+SHAPES: dict[str, Shape] = {
+    "one-matrix": (300, (40, 96)),
+    "aligned": (256, (128, 256)),
+    "one-row": ([1], (16, 16)),
+    "no-rows": ([0, 0], (40, 96)),
+    "empty-one-and-33": ([0, 1, 33], (40, 96)),
+    "odd": ([5, 130, 0, 257], (33, 65)),
+    "many-blocks": ([700, 3, 400], (272, 400)),
+}
+by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 by_tiles = pytest.mark.parametrize("weight_blocks", ["lines", "tiles"])
 
 
@@ -126,18 +140,21 @@ class Product:
 
 
 def products(
-    kind: Kind, counts: list[int] | int, sizes: tuple[int, int], weight_blocks: str, tail: int = 7
+    kind: Kind,
+    shape: Shape,
+    weight_blocks: str,
+    draw: Callable[[int, int], Tensor] | None = None,
 ) -> list[Product]:
-    """``y``, ``dx`` and ``dw`` of groups with ``counts`` rows, or of one matrix; tails are NaN."""
-    N, K = sizes
+    """``y``, ``dx`` and ``dw``, of the rows of groups or of one matrix; tails are NaN."""
+    draw = draw or spread
+    counts, (N, K) = shape
     grouped = not isinstance(counts, int)
     spans = _spans(counts)
-    T = spans[-1][1] + (tail if grouped else 0)
+    T = spans[-1][1] + (TAIL if grouped else 0)
     groups = len(spans)
     ends_G = torch.tensor([end for _, end in spans]).int() if grouped else None
     weight_ends_G = (N * torch.arange(1, groups + 1)).int() if grouped else None
-    x, dy = spread(T, K), spread(T, N)
-    w = spread(groups * N, K)
+    x, dy, w = draw(T, K), draw(T, N), draw(groups * N, K)
     for value in (x, dy):
         value[spans[-1][1] :] = torch.nan
     w_rows, w_columns = (ROWS, COLUMNS) if weight_blocks == "lines" else (TILES, TILES)
@@ -193,21 +210,60 @@ def spread(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns) * torch.exp2(powers.float())
 
 
-def assert_product(got: Tensor, product: Product, unit: float = 2.0**-24) -> None:
-    """Within one rounding to the result's dtype and a sum whose additions err by ``unit``.
+def signs(rows: int, columns: int) -> Tensor:
+    """Ones, minus ones and zeros: their codes are exact, and so is every sum of products."""
+    return torch.randint(-1, 2, (rows, columns)).float()
 
-    A float32 sum of n products of two rounded factors is off by at most ``(n + 2) unit`` of
-    the sum of the magnitudes, to first order; the result itself by half a unit in its last
-    place, or by half the smallest subnormal.
+
+def float32_sum(terms: int) -> float:
+    """How far off a float32 sum of products of two rounded factors is, of its magnitudes' sum."""
+    return (terms + 2) * 2.0**-24
+
+
+def bfloat16_sum(terms: int) -> float:
+    """The same on a matrix unit for bfloat16, whose float32 sums are cut, not rounded."""
+    return (terms + 2) * 2.0**-23
+
+
+def float8_sum(terms: int) -> float:
+    """The same on Hopper's for float8, in blocks of 128 that are then added up in float32.
+
+    Within a block the unit keeps 13 bits after the leading one of the largest term, and cuts.
+    """
+    return (min(terms, 128) + 4) * 2.0**-13 + float32_sum(-(-terms // 128))
+
+
+def assert_product(got: Tensor, product: Product, sum_error: float | None = None) -> None:
+    """Within one rounding to the result's dtype and the error of the sum.
+
+    The sum is off by at most ``sum_error`` of the sum of the magnitudes, to first order; the
+    result itself by half a unit in its last place, or by half the smallest subnormal.
     """
     assert got.shape == product.exact.shape
     numbers = torch.finfo(got.dtype)
-    sum_error = (product.terms + 2) * unit * product.magnitude
-    rounding = numbers.eps / 2 * (product.exact.abs() + sum_error)
-    allowed = sum_error + rounding + numbers.smallest_normal * numbers.eps / 2
+    sum_error = float32_sum(product.terms) if sum_error is None else sum_error
+    off = sum_error * product.magnitude
+    rounding = numbers.eps / 2 * (product.exact.abs() + off)
+    allowed = off + rounding + numbers.smallest_normal * numbers.eps / 2
     error = (got.cpu().double() - product.exact).abs()
     assert bool((error <= allowed).all()), (
         f"{int((~(error <= allowed)).sum())} of {error.numel()} values of "
         f"{product.multiply.__name__} are off by up to {(error / allowed).max():.2f} of what "
         f"rounding explains"
     )
+
+
+def on_gpu(operand: Codes) -> Codes:
+    """The operand with its tensors on the GPU."""
+    moved = {
+        name: value.cuda() for name, value in operand._asdict().items() if torch.is_tensor(value)
+    }
+    return operand._replace(**moved)
+
+
+def multiplied_on_gpu(product: Product, dtype: torch.dtype) -> Tensor:
+    """What the GPU makes of a product, without a look at a size on the device."""
+    a, b = on_gpu(product.a), on_gpu(product.b)
+    ends_G = None if product.ends_G is None else product.ends_G.cuda()
+    with no_host_reads():
+        return product.multiply(a, b, ends_G, dtype)
