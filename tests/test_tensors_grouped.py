@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstash.errors import BackstashError, DeviceError, DtypeError, LayoutError, ShapeError
-from backstash.formats import HIGH_PRECISION, MXFP8
+from backstash.formats import HIGH_PRECISION, MXFP8, Usage
 from backstash.tensors import GroupedTensor, as_ends, counts_to_ends
-from format_cases import by_format
+from format_cases import by_format, by_usage
 from quantizer_cases import NAN, by_counts, grouped_values
 
 WAYS = {
@@ -116,6 +116,36 @@ def test_counts_and_ends_describe_the_same_groups(counts, capacity):
     assert grouped.ends_G.tolist() == [min(end, capacity) for end in ends.tolist()]
     assert int(grouped.counts_G.sum()) == min(sum(counts), capacity)
     assert grouped.overflow.item() == (sum(counts) > capacity)
+
+
+@by_format
+@by_usage
+@pytest.mark.parametrize("counts", [[31, 0, 33], [0, 0], [5]], ids=str)
+def test_valid_bytes_are_a_prefix_and_what_follows_is_never_read(format, usage, counts):
+    x, ends = grouped_values(counts, 40)
+    grouped = format.quantize(GroupedTensor(x, ends), usage)
+    wanted = {side: grouped.data.dequantize(side) for side in usage}
+    bytes_of = grouped.valid_bytes()
+    assert bytes_of.keys() == grouped.data.buffers.keys()
+    for name, valid in bytes_of.items():
+        assert (valid.shape, valid.dtype) == ((1,), torch.int64)
+        buffer = grouped.data.buffers[name]
+        assert 0 <= int(valid) <= buffer.nbytes
+        buffer.view(torch.uint8).flatten()[int(valid) :].fill_(0x7F)
+    for side in usage:
+        got = grouped.data.dequantize(side)
+        assert torch.equal(got[: sum(counts)], wanted[side][: sum(counts)])
+
+
+def test_valid_bytes_are_those_of_the_formats():
+    x, ends = grouped_values([31, 0, 33], 40)
+    found = GroupedTensor(x, ends).valid_bytes()
+    assert {name: int(valid) for name, valid in found.items()} == {"data": 64 * 40 * 4}
+    found = MXFP8.quantize(GroupedTensor(x, ends), Usage.BOTH).valid_bytes()
+    rows, columns = {"row_codes": 64 * 40, "row_scales": 64 * 2}, {"column_codes": 64 * 40}
+    # The second group of rows has two blocks.
+    wanted = {**rows, **columns, "column_scales": 3 * 40}
+    assert {name: int(valid) for name, valid in found.items()} == wanted
 
 
 # --- mistakes ----------------------------------------------------------------------------------

@@ -121,6 +121,21 @@ class GroupedTensor:
         """Rows of each group, int32, on the device."""
         return self.ends_G.diff(prepend=self.ends_G.new_zeros(1))
 
+    def valid_bytes(self) -> dict[str, Tensor]:
+        """How many bytes of each buffer are real: int64 ``(1,)`` on the device, by buffer.
+
+        Real bytes are a prefix of their buffer, also where a format transposes each group; the
+        rest is never read.  The buffer of plain values is called ``"data"``.
+        """
+        data = self.data
+        if not isinstance(data, QuantizedTensor):
+            rows = {"data": self.ends_G[-1:]}
+            buffers = {"data": data}
+        else:
+            buffers = data.buffers
+            rows = {n: data.format.valid_rows(n, self.ends_G, self.capacity) for n in buffers}
+        return {name: _bytes_of(buffer, rows[name]) for name, buffer in buffers.items()}
+
     def members(self) -> list[Tensor]:
         """The groups as tensors of their own, which share the memory of this one.
 
@@ -158,6 +173,13 @@ class GroupedTensor:
         if not isinstance(self.data, QuantizedTensor):
             return self
         return GroupedTensor.from_parts(self.data.dequantize(), self.ends_G, self.overflow)
+
+
+def _bytes_of(buffer: Tensor, rows: Tensor | None) -> Tensor:
+    """Bytes of the first ``rows`` rows of a buffer; of all of it where None are given."""
+    if rows is None:
+        return torch.full((1,), buffer.nbytes, dtype=torch.int64, device=buffer.device)
+    return rows.long() * (buffer.shape[1:].numel() * buffer.itemsize)
 
 
 def counts_to_ends(counts: Tensor | Sequence[int], device: torch.device) -> Tensor:
