@@ -86,10 +86,11 @@ def test_grouped_products_are_those_of_the_values(counts: list[int], rows: int) 
     G, ends_G = len(counts), ends_of(counts)
     x, dy, w = codes_of(rows, K), codes_of(rows, N), codes_of(G, N, K)
     scale_T, scale_GN, scale_GK = torch.rand(rows), torch.rand(G, N), torch.rand(G, K)
-    y = kernels.float8_grouped_mm(Scaled(x, scale_T), Scaled(w, scale_GN), ends_G)
+    y = kernels.float8_grouped_mm(Scaled(x, scale_T), Scaled(w, scale_GN), ends_G, torch.bfloat16)
     dy_NP, padded_G = kernels.transpose_groups(dy, ends_G)
     x_KP, _ = kernels.transpose_groups(x, ends_G)
-    dw = kernels.float8_grouped_mm_dw(Scaled(dy_NP, scale_GN), Scaled(x_KP, scale_GK), padded_G)
+    pair = Scaled(dy_NP, scale_GN), Scaled(x_KP, scale_GK)
+    dw = kernels.float8_grouped_mm_dw(*pair, padded_G, torch.bfloat16)
     assert y.dtype is dw.dtype is torch.bfloat16
     start = 0
     for g, end in enumerate(ends_G.tolist()):

@@ -91,26 +91,31 @@ def test_a_dense_product_is_its_definition(
 
 @pytest.mark.parametrize("features", [(32, 48), (2048, 528), (16, 16)], ids=str)
 @pytest.mark.parametrize("fast", [False, True])
-def test_grouped_products_are_their_definition(features: tuple[int, int], fast: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
+def test_grouped_products_are_their_definition(
+    features: tuple[int, int], fast: bool, dtype: torch.dtype, code: torch.dtype
+) -> None:
+    """Torch takes bfloat16 and E4M3; the others are our own kernels."""
     K, N = features
-    for counts, tail in random_counts(12):
+    for counts, tail in random_counts(6):
         G, T = len(counts), sum(counts) + tail
         if not T:
             continue
         ends_G = torch.tensor(counts).cumsum(0).int().cuda()
-        x, dy, w = codes_of(T, K), codes_of(T, N), codes_of(G, N, K)
+        x, dy, w = codes_of(T, K, dtype=code), codes_of(T, N, dtype=code), codes_of(G, N, K)
         for tensor in (x, dy):
             tensor.view(torch.uint8)[sum(counts) :] = 0x7F
         scale_T = torch.rand(T).cuda() / K
         scale_GN, scale_GK = torch.rand(G, N).cuda(), torch.rand(G, K).cuda()
         with no_host_reads():
             y = kernels.float8_grouped_mm(
-                Scaled(x, scale_T), Scaled(w, scale_GN), ends_G, fast_accumulation=fast
+                Scaled(x, scale_T), Scaled(w, scale_GN), ends_G, dtype, fast_accumulation=fast
             )
             dy_NP, padded_G = kernels.transpose_groups(dy, ends_G)
             x_KP, _ = kernels.transpose_groups(x, ends_G)
             dw = kernels.float8_grouped_mm_dw(
-                Scaled(dy_NP, scale_GN), Scaled(x_KP, scale_GK), padded_G
+                Scaled(dy_NP, scale_GN), Scaled(x_KP, scale_GK), padded_G, dtype
             )
         assert not y[sum(counts) :].any()
         start = 0
@@ -134,7 +139,8 @@ def test_more_groups_than_rows_and_large_groups() -> None:
     dy, x = codes_of(T, N), codes_of(T, K)
     (dy_NP, padded_G), (x_KP, _) = (kernels.transpose_groups(one, ends_G) for one in (dy, x))
     ones_GN, ones_GK = torch.ones(G, N).cuda(), torch.ones(G, K).cuda()
-    found = kernels.float8_grouped_mm_dw(Scaled(dy_NP, ones_GN), Scaled(x_KP, ones_GK), padded_G)
+    pair = Scaled(dy_NP, ones_GN), Scaled(x_KP, ones_GK)
+    found = kernels.float8_grouped_mm_dw(*pair, padded_G, torch.bfloat16)
     g = counts.index(3000)
     rows = slice(int(ends_G[g]) - 3000, int(ends_G[g]))
     wanted = dy[rows].double().t() @ x[rows].double()

@@ -143,7 +143,7 @@ def _torchs_own(what: str, one: Tensor, other: Tensor, ends_G: Tensor) -> Callab
             for scales in [held["column_scale_inv"]]
         ]
         _, padded_G = kernels.transpose_groups(buffers[0]["column_codes"], ends_G)
-        return lambda: kernels.float8_grouped_mm_dw(pair[0], pair[1], padded_G)
+        return lambda: kernels.float8_grouped_mm_dw(pair[0], pair[1], padded_G, torch.bfloat16)
     rows = Scaled(buffers[0]["row_codes"].view(code), buffers[0]["row_scale_inv"].flatten())
     G = len(other)
     if what == "forward":

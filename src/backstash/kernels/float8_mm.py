@@ -1,9 +1,10 @@
 """Products of float8 codes on a GPU: torch's own matmuls, fed with what they take.
 
-Dense products go to cuBLAS, those of groups to a kernel that reads the sizes of the groups on
-the device.  It leaves the tail of its output unwritten, cannot add up over nothing, and reads
-each group's codes from an address of whole 16 bytes: hence the padding of
-:func:`transpose_groups`, which turns codes and pads groups in one pass over the bytes.
+Dense products go to cuBLAS, those of groups to torch's kernel that reads the sizes of the groups
+on the device, or to our own for what that does not take.  Torch's leaves the tail of its output
+unwritten, cannot add up over nothing, and reads each group's codes from an address of whole 16
+bytes: hence the padding of :func:`transpose_groups`, which turns codes and pads groups in one
+pass over the bytes.
 
 Letters: M and C rows of the operands, J what is added up over, T rows of a buffer, K and N
 features, G groups, P columns with padding.
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_grouped_mm, scaled_mm  # pyright: ignore
 
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
+from backstash.kernels.float8_groups import mm_columns, mm_rows
 from backstash.kernels.grouped_matmul import zero_tail_
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
 
+_TORCH_MAJOR, _TORCH_GROUPS = 9, 1024
 _TILE = 128
 _WARPS = 8
 
@@ -120,9 +123,11 @@ def float8_mm(
 
 
 def float8_grouped_mm(
-    a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool = False
+    a: Scaled, b: Scaled, ends_G: Tensor, dtype: torch.dtype, *, fast_accumulation: bool = False
 ) -> Tensor:
-    """Each row times its own group's ``b^T``: bfloat16 ``(T, C)``; the tail is zeros."""
+    """Each row times its own group's ``b^T``: ``(T, C)`` in ``dtype``; the tail is zeros."""
+    if not _torch_takes(a, b, len(ends_G), dtype):
+        return mm_rows(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
     ends_G = ends_G.clamp(0, len(a.codes)).int()
     y_TC = _scaled_grouped_mm(
         a, Scaled(b.codes, b.scale_inv.contiguous()), ends_G, fast_accumulation=fast_accumulation
@@ -131,8 +136,12 @@ def float8_grouped_mm(
     return y_TC
 
 
-def float8_grouped_mm_dw(dy: Scaled, x: Scaled, padded_ends_G: Tensor) -> Tensor:
-    """``dy x^T`` over each group's columns: bfloat16 ``(G, N, K)``; zeros for an empty group."""
+def float8_grouped_mm_dw(
+    dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``dy x^T`` over each group's columns: ``(G, N, K)``; zeros for an empty group."""
+    if not _torch_takes(dy, x, len(padded_ends_G), dtype):
+        return mm_columns(dy, x, padded_ends_G, dtype)
     dy, x = (Scaled(operand.codes, operand.scale_inv.flatten()) for operand in (dy, x))
     return _scaled_grouped_mm(dy, x, padded_ends_G, fast_accumulation=False)
 
@@ -166,6 +175,16 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
             **tile,
         )
     return turned_KP.view(codes_TK.dtype), padded_G
+
+
+def _torch_takes(a: Scaled, b: Scaled, groups: int, dtype: torch.dtype) -> bool:
+    """Say if torch has a grouped matmul for these: one generation of GPUs, one code, one dtype."""
+    return (
+        torch.cuda.get_device_capability(a.codes.device)[0] == _TORCH_MAJOR
+        and a.codes.dtype is b.codes.dtype is torch.float8_e4m3fn
+        and dtype is torch.bfloat16
+        and groups < _TORCH_GROUPS
+    )
 
 
 def _scaled_grouped_mm(a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool) -> Tensor:

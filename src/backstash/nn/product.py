@@ -38,8 +38,8 @@ class Path(enum.Enum):
 
     #: A matmul of plain values; what is quantized is decoded first.
     VALUES = "emulated: decoded to values, then a matmul in the layer's dtype"
-    #: Torch's float8 matmuls: scales are multiplied onto the finished sum.
-    FLOAT8 = "native: float8 matrix units, torch's scaled_mm or scaled_grouped_mm"
+    #: Codes go to the unit as they are, and scales are multiplied onto the finished sum.
+    FLOAT8 = "native: float8 matrix units, by torch's scaled_mm or our float8_grouped_mm"
     #: Our kernels for scales inside the sum: codes are decoded as they are loaded.
     BLOCKS = "native: our quantized_mm, which decodes codes as it loads them"
 
@@ -66,13 +66,11 @@ class Matmul:
     capability: tuple[int, int] | None
 
 
-# The first capabilities whose units take a scale for a tensor, and one for each row; and the
-# one generation for which torch has a grouped float8 matmul, with the fewest groups it refuses.
-_TENSOR_SCALES, _ROW_SCALES, _GROUPED_MAJOR = (8, 9), (9, 0), 9
-_TOO_MANY_GROUPS = 1024
+# The first capabilities with float8 units, and for which torch takes a scale for each row.
+_UNITS, _ROW_SCALES = (8, 9), (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Formats that our kernels for blocks read, and the first capability that decodes float8.
-_READ_BLOCKS, _BLOCKS = (Float8Block, MXFP8Format), (8, 9)
+# Formats that our kernels for blocks read.
+_READ_BLOCKS = (Float8Block, MXFP8Format)
 
 
 def choose(matmul: Matmul) -> Path:
@@ -84,7 +82,9 @@ def choose(matmul: Matmul) -> Path:
 
 def _float8_unit_fits(matmul: Matmul) -> bool:
     _, K, N = matmul.sizes
-    if matmul.capability is None or 0 in matmul.sizes or K % FLOAT8_UNIT or N % FLOAT8_UNIT:
+    if matmul.capability is None or matmul.capability < _UNITS or matmul.dtype not in _DTYPES:
+        return False
+    if 0 in matmul.sizes or K % FLOAT8_UNIT or N % FLOAT8_UNIT:
         return False
     codes: set[Code] = set()
     has_rows = False
@@ -93,21 +93,15 @@ def _float8_unit_fits(matmul: Matmul) -> bool:
             return False
         codes.add(format.code)
         has_rows = has_rows or isinstance(format, Float8Rowwise)
-    if matmul.groups is not None:
-        is_fit = codes == {Code.E4M3} and matmul.groups < _TOO_MANY_GROUPS
-        has_unit = matmul.capability[0] == _GROUPED_MAJOR
-        return has_unit and is_fit and matmul.dtype is torch.bfloat16
-    if matmul.dtype not in _DTYPES:
-        return False
-    if has_rows:
+    if has_rows and matmul.groups is None:
         return matmul.capability >= _ROW_SCALES and codes == {Code.E4M3}
-    # No unit multiplies E5M2 by E5M2.
-    return matmul.capability >= _TENSOR_SCALES and codes != {Code.E5M2}
+    # No recipe multiplies E5M2 by E5M2, and torch does not.
+    return codes != {Code.E5M2}
 
 
 def _block_kernel_fits(matmul: Matmul) -> bool:
     one, other = matmul.formats
-    if matmul.capability is None or matmul.capability < _BLOCKS or matmul.dtype not in _DTYPES:
+    if matmul.capability is None or matmul.capability < _UNITS or matmul.dtype not in _DTYPES:
         return False
     for format in _READ_BLOCKS:
         if isinstance(one, format) and isinstance(other, format):
@@ -165,7 +159,7 @@ def output(
         y_TN = kernels.grouped_mm(values(x, dtype), values(w, dtype), ends_G)
     else:
         rows = operands.grouped_rows(x, ends_G), operands.grouped_weight(w, Usage.ROWWISE)
-        y_TN = kernels.float8_grouped_mm(*rows, ends_G, fast_accumulation=True)
+        y_TN = kernels.float8_grouped_mm(*rows, ends_G, dtype, fast_accumulation=True)
     if bias is None:
         return y_TN
     return y_TN + bias if ends_G is None else kernels.add_group_bias(y_TN, bias, ends_G)
@@ -185,7 +179,7 @@ def input_gradient(dy: Tensor, w: Tensor, dtype: torch.dtype, ends_G: Tensor | N
         rows, columns = operands.scaled(dy, Usage.ROWWISE), operands.turned(w)
         return kernels.float8_mm(rows, columns, None, dtype)
     weight = operands.grouped_weight(w, Usage.COLUMNWISE)
-    return kernels.float8_grouped_mm(operands.grouped_rows(dy, ends_G), weight, ends_G)
+    return kernels.float8_grouped_mm(operands.grouped_rows(dy, ends_G), weight, ends_G, dtype)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | None) -> Tensor:
@@ -202,7 +196,7 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | 
         return kernels.float8_mm(operands.turned(dy), operands.turned(x), None, dtype)
     dy_NP, padded_G = operands.turned_groups(dy, ends_G)
     x_KP, _ = operands.turned_groups(x, ends_G)
-    return kernels.float8_grouped_mm_dw(dy_NP, x_KP, padded_G)
+    return kernels.float8_grouped_mm_dw(dy_NP, x_KP, padded_G, dtype)
 
 
 def values(operand: Tensor, dtype: torch.dtype) -> Tensor:

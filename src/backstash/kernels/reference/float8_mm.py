@@ -57,29 +57,33 @@ def float8_mm(
 
 
 def float8_grouped_mm(
-    a: Scaled, b: Scaled, ends_G: Tensor, *, fast_accumulation: bool = False
+    a: Scaled, b: Scaled, ends_G: Tensor, dtype: torch.dtype, *, fast_accumulation: bool = False
 ) -> Tensor:
-    """Each row times its own group's ``b^T``: bfloat16 ``(T, C)``; the tail is zeros.
+    """Each row times its own group's ``b^T``: ``(T, C)`` in ``dtype``; the tail is zeros.
 
     Args:
         a: Codes ``(T, J)`` and inverse scales ``(T,)``.
         b: Codes ``(G, C, J)`` and inverse scales ``(G, C)``.
         ends_G: Ends of the groups of rows; rows past the last are not read.
+        dtype: As in :func:`float8_mm`.
         fast_accumulation: As in :func:`float8_mm`.
     """
-    return grouped_mm(_values(a), _values(b), ends_G).bfloat16()
+    return grouped_mm(_values(a), _values(b), ends_G).to(dtype)
 
 
-def float8_grouped_mm_dw(dy: Scaled, x: Scaled, padded_ends_G: Tensor) -> Tensor:
-    """``dy x^T`` over each group's columns: bfloat16 ``(G, N, K)``; zeros for an empty group.
+def float8_grouped_mm_dw(
+    dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``dy x^T`` over each group's columns: ``(G, N, K)``; zeros for an empty group.
 
     Args:
         dy: Codes ``(N, P)`` of :func:`transpose_groups` and inverse scales ``(G, N)``.
         x: Codes ``(K, P)`` of the same and inverse scales ``(G, K)``.
         padded_ends_G: The ends that came with the codes.
+        dtype: As in :func:`float8_mm`.
     """
     dw_GNK = grouped_mm_dw(dy.codes.float().t(), x.codes.float().t(), padded_ends_G)
-    return (dw_GNK * dy.scale_inv.unsqueeze(2) * x.scale_inv.unsqueeze(1)).bfloat16()
+    return (dw_GNK * dy.scale_inv.unsqueeze(2) * x.scale_inv.unsqueeze(1)).to(dtype)
 
 
 def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
