@@ -1,20 +1,8 @@
-"""Experts in plain PyTorch, with a buffer whose valid rows are marked for the stash.
+"""Experts in plain PyTorch that tell the stash how many rows of each buffer are there.
 
-A rank of experts cannot know how many rows it will get, so its buffer has room for more.  A call
-for each buffer tells the stash how many are there; the rest of the model needs no change.
-``CapacityExperts`` takes the weights of an expert block as transformers has them, and its
-arguments, so it can take the place of one::
-
-    for layer in model.model.layers:
-        layer.mlp.experts = CapacityExperts(
-            layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj, capacity_factor=2.0
-        )
-    with bs.saving(bs.Stash(pool, tail=bs.Tail.ZEROS)):
-        loss = model(input_ids, labels=input_ids).loss
-    loss.backward()
+They take the weights and arguments of a transformers block, so they can take its place:
+``layer.mlp.experts = CapacityExperts(theirs.gate_up_proj, theirs.down_proj, room=2.0)``.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +12,20 @@ import backstash as bs
 
 
 class CapacityExperts(nn.Module):
-    """Gated experts whose rows lie in a buffer of ``capacity_factor`` times as many.
+    """Gated experts, ``(E, 2I, H)`` and ``(E, H, I)``, with room for more rows than there are."""
 
-    Args:
-        gate_up_proj: ``(E, 2I, H)``.
-        down_proj: ``(E, H, I)``.
-        capacity_factor: Room in the buffer, over the rows that there are.
-    """
-
-    def __init__(
-        self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, *, capacity_factor: float
-    ) -> None:
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, *, room: float) -> None:
         super().__init__()
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
-        self.capacity_factor = capacity_factor
+        self.gate_up, self.down, self.room = gate_up, down, room
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Give each token of ``x`` (T, H) the weighted sum of its experts."""
-        experts, top_k = self.gate_up_proj.shape[0], top_k_index.shape[1]
         order = top_k_index.flatten().argsort(stable=True)
-        room = int(order.numel() * (self.capacity_factor - 1))
-        counts = torch.zeros(experts, dtype=torch.int64, device=x.device)
+        counts = order.new_zeros(self.down.shape[0])
         counts = counts.scatter_add(0, top_k_index.flatten(), torch.ones_like(order))
-        ends = counts.cumsum(0).int()
-        token = F.pad(order // top_k, (0, room))
+        ends, spare = counts.cumsum(0).int(), int(order.numel() * (self.room - 1))
+        token = F.pad(order // top_k_index.shape[1], (0, spare))
+        weight = F.pad(top_k_weights.flatten()[order], (0, spare))
         is_there = (torch.arange(len(token), device=x.device) < ends[-1])[:, None]
 
         def marked(buffer: Tensor) -> Tensor:
@@ -57,39 +34,25 @@ class CapacityExperts(nn.Module):
             return buffer
 
         rows = marked(torch.where(is_there, x[token], 0.0))
-        hidden = marked(F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends))
+        hidden = marked(F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))
         gate, up = hidden.chunk(2, dim=-1)
         inner = marked(marked(F.silu(gate)) * up)
-        y = F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
-        y = torch.where(is_there, y, 0.0)
-        weight = F.pad(top_k_weights.flatten()[order], (0, room))
+        y = torch.where(is_there, F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), 0.0)
         return torch.zeros_like(x).index_add(0, token, (y * weight[:, None]).to(x.dtype))
 
 
 def main() -> None:
     """Print what the stash kept, and whether gradients agree."""
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens, width, inner, experts = 512, 64, 96, 8
-    layer = CapacityExperts(
-        nn.Parameter(torch.randn(experts, 2 * inner, width) / 8),
-        nn.Parameter(torch.randn(experts, width, inner) / 8),
-        capacity_factor=2.0,
-    ).to(device, torch.bfloat16)
-    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weights, index = torch.rand(tokens, experts, device=device).topk(2)
-    pool = bs.PagePool(16 << 20, device=device, page_bytes=4096)
-    stash = bs.Stash(pool, tail=bs.Tail.ZEROS)
-
-    gradients = []
-    for handlers in ((), (stash,)):
-        with bs.saving(*handlers):
-            loss = layer(x, index, weights.bfloat16()).float().square().mean()
-        gradients.append(torch.autograd.grad(loss, [x, *layer.parameters()]))
-    equal = all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    stats = stash.stats()
-    print(f"kept {stats.bytes_stashed:,} bytes of valid rows in {stats.device_high} pages")
-    print(f"gradients with and without the stash are bit-equal: {equal}")
+    weights = [nn.Parameter(torch.randn(8, *shape) / 8) for shape in ((192, 64), (64, 96))]
+    layer = CapacityExperts(*weights, room=2.0).bfloat16()
+    x = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight, index = torch.rand(512, 8).bfloat16().topk(2)
+    stash = bs.Stash(bs.PagePool(16 << 20, device="cpu"), tail=bs.Tail.ZEROS)
+    with bs.saving(stash):
+        kept = torch.autograd.grad(layer(x, index, weight).square().sum(), layer.parameters())
+    plain = torch.autograd.grad(layer(x, index, weight).square().sum(), layer.parameters())
+    print("bit-equal:", all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True)))
+    print(stash.stats())
 
 
 if __name__ == "__main__":

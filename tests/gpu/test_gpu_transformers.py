@@ -48,7 +48,7 @@ def tiny_model(transformers: Any, device: str) -> Any:
     experts = example().CapacityExperts
     for layer in model.model.layers:
         theirs = layer.mlp.experts
-        layer.mlp.experts = experts(theirs.gate_up_proj, theirs.down_proj, capacity_factor=2.0)
+        layer.mlp.experts = experts(theirs.gate_up_proj, theirs.down_proj, room=2.0)
     return model
 
 
