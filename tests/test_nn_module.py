@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -46,20 +47,26 @@ def same_parameters(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("recipe", bs.recipe_names())
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_state_dicts_of_plain_linears_load_both_ways(bias: bool) -> None:
+def test_state_dicts_of_plain_linears_load_both_ways(bias: bool, recipe: str) -> None:
     ours, plain = bs.Linear(5, 3, bias=bias), nn.Linear(5, 3, bias=bias)
     ours.load_state_dict(plain.state_dict(), strict=True)
     x = torch.randn(4, 5)
     assert torch.equal(ours(x), plain(x))
-    with bs.autocast():
-        ours(x)
+    with bs.autocast(recipe=recipe):
+        ours(x).sum().backward()
+    saved = ours.state_dict()
+    learnt = [key for key in saved if key.startswith("delayed_scaling.")]
+    assert bool(learnt) == (recipe == "float8_delayed")
     plain = nn.Linear(5, 3, bias=bias)
-    plain.load_state_dict(ours.state_dict(), strict=True)
+    plain.load_state_dict({key: saved[key] for key in saved if key not in learnt}, strict=True)
+    assert torch.equal(ours(x), plain(x))
+    ours.load_state_dict(plain.state_dict(), strict=True)
     assert torch.equal(ours(x), plain(x))
 
 
-@pytest.mark.parametrize("through", ["memory", "file"])
+@pytest.mark.parametrize("through", ["memory", "file", "safetensors"])
 @pytest.mark.parametrize("waiting", [False, True], ids=["settled", "call_without_backward"])
 def test_training_goes_on_bit_for_bit_from_a_saved_state(through: str, waiting: bool) -> None:
     net = model()
@@ -74,6 +81,8 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state(through: str, waiting: 
         torch.save(saved, file := io.BytesIO())
         file.seek(0)
         saved = torch.load(file, weights_only=True)
+    if through == "safetensors":
+        saved = safetensors.torch.load(safetensors.torch.save(saved))
     again = model()
     again.load_state_dict(saved, strict=True)
     losses = train(net, 4, start=3)
