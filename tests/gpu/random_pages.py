@@ -13,13 +13,17 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
+
+# Torch's allocator puts many tensors into one allocation, where their neighbours hide a mistake.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
 from backstash import kernels
 from backstash.kernels.reference.pages import page_payload
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from pages_cases import check_restored, gpu_pool, random_bytes, random_program
 
