@@ -25,11 +25,11 @@ from backstash.bench.timing import time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 from backstash.kernels.reference import cast as reference
-from backstash.kernels.reference import float8_block, float8_rowwise
+from backstash.kernels.reference import float8_block, float8_rowwise, transpose
 
 SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
 GROUPS = 128
-REFERENCES = (reference, float8_block, float8_rowwise)
+REFERENCES = (reference, float8_block, float8_rowwise, transpose)
 ONE_USAGE, BOTH_USAGES = 0.85, 0.75
 APART = 37 * 4096 + 512
 
@@ -111,11 +111,6 @@ def casts(M: int, K: int) -> Iterator[Work]:
             x, kernel.scale_from_amax(kernel.amax(x), largest=448.0), e4m3
         )
 
-    def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], object]]:
-        ours = getattr(kernels, name)
-        theirs = next(getattr(file, name) for file in REFERENCES if hasattr(file, name))
-        return lambda: ours(*arguments), lambda: theirs(*arguments)
-
     yield Work("float8, scale given", ONE_USAGE, *both("quantize_scaled", x, scale, e4m3), [x])
     yield Work(
         "float8, current scale", ONE_USAGE, lambda: current(kernels), lambda: current(reference),
@@ -136,11 +131,24 @@ def casts(M: int, K: int) -> Iterator[Work]:
     yield Work("mxfp8 rows", ONE_USAGE, *both("quantize_mx_rows", x), [x])
     yield Work("mxfp8 columns, groups", ONE_USAGE, *both("quantize_mx_columns", x, ends), [x])
     yield Work("mxfp8 both, groups", BOTH_USAGES, *both("quantize_mx_both", x, ends), [x])
+    yield from readings(x, ends)
+
+
+def readings(x: Tensor, ends: Tensor) -> Iterator[Work]:
+    """What is done with codes: back to values, and turned the other way round."""
     rows, columns = kernels.quantize_mx_both(x, ends)
     back = both("dequantize_mx_rows", *rows, x.dtype)
     yield Work("values of mxfp8 rows", ONE_USAGE, *back, rows)
     back = both("dequantize_mx_columns", *columns, x.dtype, ends)
     yield Work("values of mxfp8 columns, groups", ONE_USAGE, *back, columns)
+    yield Work("codes transposed", ONE_USAGE, *both("transpose_codes", rows[0]), rows[:1])
+
+
+def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A call of a kernel, and the same call of its reference."""
+    ours = getattr(kernels, name)
+    theirs = next(getattr(file, name) for file in REFERENCES if hasattr(file, name))
+    return lambda: ours(*arguments), lambda: theirs(*arguments)
 
 
 def copied(moved: int) -> tuple[Tensor, Tensor]:
