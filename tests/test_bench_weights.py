@@ -36,7 +36,8 @@ def test_two_processes_print_the_ratio_first_and_append_a_line_a_gather(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert bench.main(["weights", "--results", str(tmp_path), "--repeats", "1"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "weights.jsonl").read_text().splitlines()]
-    assert [line["gather"] for line in lines] == list(weights.GATHERS)
+    settings = [(line["gather"], line["recipe"], 32 // line["tokens"]) for line in lines]
+    assert settings == list(weights.SETTINGS)
     for line in lines:
         assert line["ranks"] == 2
         assert line["values"] == 2 * 2 * 64 * 128
@@ -52,9 +53,10 @@ def test_two_processes_print_the_ratio_first_and_append_a_line_a_gather(
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("gather", weights.GATHERS)
-def test_a_group_of_one_is_measured_too_and_sends_nothing(gather: str) -> None:
-    row = weights.measure_gather(gather, SHAPE, CPU, repeats=2)
+@pytest.mark.parametrize("setting", weights.SETTINGS, ids=str)
+def test_a_group_of_one_is_measured_too_and_sends_nothing(setting: tuple[str, str, int]) -> None:
+    gather, recipe, _ = setting
+    row = weights.measure_contest(Contest(gather, SHAPE, CPU, recipe), repeats=2)
     assert row.ranks == 1
     assert row.pair.repeats == 2
     assert row.ours.wire_bytes == row.fully_shard.wire_bytes == 0

@@ -45,7 +45,16 @@ from backstash.nn import Linear
 from backstash.recipes import Operand, Phase, Role, autocast, recipe
 from backstash.weights import shard_weights, sharded_weights
 
-GATHERS = ("high_precision", "mxfp8", "float8_current")
+#: How the weights travel, the recipe of the layers, and into how few parts of the tokens the step
+#: goes: with few tokens there is little to hide a collective behind.
+SETTINGS = (
+    ("high_precision", "high_precision", 1),
+    ("mxfp8", "mxfp8", 1),
+    ("float8_current", "float8_current", 1),
+    ("high_precision", "high_precision", 8),
+    ("mxfp8", "high_precision", 8),
+    ("float8_current", "high_precision", 8),
+)
 CPU_RANKS = 2
 TIMEOUT_S = 60
 # Roundings to the dtype add up over the sums of a step.
@@ -95,6 +104,7 @@ class WeightsRow(Row):
     ffn: int
     tokens: int
     gather: str
+    recipe: str
     ours: Cost
     fully_shard: Cost
     errors: Mapping[str, float]
@@ -138,13 +148,15 @@ class Wire(TorchDispatchMode):
 class Contest:
     """The model sharded by us and by torch, both on whole weights, and this rank's tokens."""
 
-    def __init__(self, gather: str, shape: Shape, device: torch.device) -> None:
+    def __init__(
+        self, gather: str, shape: Shape, device: torch.device, recipe_name: str | None = None
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         torch.manual_seed(0)
         self.gather, self.shape, self.device = gather, shape, device
-        self.recipe = recipe(gather)
+        self.recipe = recipe(recipe_name or gather)
         self.whole = _stack(Linear, shape, device)
         self.plain = _stack(nn.Linear, shape, device)
         with torch.no_grad():
@@ -203,7 +215,8 @@ class Contest:
     def tolerance(self) -> float:
         """How far a step may be from the yardstick: the formats' tolerance, and the dtype's."""
         roles = [Role(operand, phase, "Linear") for operand in Operand for phase in Phase]
-        formats = max(self.recipe.format(role).rtol for role in roles)
+        recipes = self.recipe, recipe(self.gather)
+        formats = max(recipe.format(role).rtol for recipe in recipes for role in roles)
         return formats + ROUNDINGS * torch.finfo(self.shape.dtype).eps
 
     def turns(self, repeats: int) -> list[list[float]]:
@@ -270,13 +283,16 @@ def measure(repeats: int) -> list[WeightsRow]:
 def measure_rank(device: torch.device, repeats: int) -> list[WeightsRow]:
     """Measure on this rank, whose process group is there."""
     shape = SHAPES[device.type]
-    rows = [measure_gather(gather, shape, device, repeats) for gather in GATHERS]
+    rows = []
+    for gather, name, parts in SETTINGS:
+        fewer = dataclasses.replace(shape, tokens=shape.tokens // parts)
+        rows.append(measure_contest(Contest(gather, fewer, device, name), repeats))
     return rows if dist.get_rank() == 0 else []
 
 
-def measure_gather(gather: str, shape: Shape, device: torch.device, repeats: int) -> WeightsRow:
+def measure_contest(contest: Contest, repeats: int) -> WeightsRow:
     """Compare, then time, then count bytes."""
-    contest = Contest(gather, shape, device)
+    gather, shape = contest.gather, contest.shape
     errors = contest.check_outputs()
     turns = contest.turns(repeats)
     ours, theirs, whole, plain = zip(*turns, strict=True)
@@ -287,7 +303,7 @@ def measure_gather(gather: str, shape: Shape, device: torch.device, repeats: int
         values=contest.values,
         target=None,
         pair=pair_of_turns([(mine * 1000, other * 1000) for mine, other in pairs]),
-        device=device_name(device),
+        device=device_name(contest.device),
         ranks=dist.get_world_size(),
         dtype=str(shape.dtype).removeprefix("torch."),
         blocks=shape.blocks,
@@ -295,6 +311,7 @@ def measure_gather(gather: str, shape: Shape, device: torch.device, repeats: int
         ffn=shape.ffn,
         tokens=shape.tokens,
         gather=gather,
+        recipe=contest.recipe.name,
         ours=contest.cost(contest.ours, ours, whole),
         fully_shard=contest.cost(contest.theirs, theirs, plain),
         errors=errors,
@@ -319,6 +336,8 @@ def show(rows: list[WeightsRow]) -> None:
     for header in ("ratio", "step\nms", "exposed\nms", "alone\nms", "peak\nMB", "wire B\n/value"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("gather")
+    table.add_column("layers in")
+    table.add_column("tokens", justify="right")
     for row in rows:
         pair, both = row.pair, (row.ours, row.fully_shard)
         table.add_row(
@@ -329,6 +348,8 @@ def show(rows: list[WeightsRow]) -> None:
             "\n".join("-" if c.peak_bytes is None else f"{c.peak_bytes / 1e6:.0f}" for c in both),
             "\n".join(f"{cost.wire_bytes / row.values:.2f}" for cost in both),
             row.gather,
+            row.recipe,
+            str(row.tokens),
         )
     Console().print(table)
 
