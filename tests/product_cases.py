@@ -121,3 +121,11 @@ def _multiplied(ops: Operands, values: list[Tensor], bias: Tensor) -> tuple[Tens
         dw[g] = dy_columns[rows].t() @ x_columns[rows]
         start = end
     return y, dx, dw
+
+
+def assert_products(found: Tensor, wanted: Tensor, sizes: Tensor, terms: int) -> None:
+    """A product of ``terms`` is right up to its rounding; ``sizes`` are sums of magnitudes."""
+    limit = rounding(found.dtype, terms) * sizes.double() + 1e-30
+    assert found.shape == wanted.shape
+    worst = float(((found.double() - wanted.double()).abs() / limit).max()) if len(found) else 0
+    assert worst <= 1, f"off by {worst:.2f} of what rounding explains"

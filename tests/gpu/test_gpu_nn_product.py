@@ -18,7 +18,7 @@ from format_cases import FORMATS, name_of
 from host_reads import no_host_reads
 from nn_cases import RECIPES
 from nn_references import relative_error
-from product_cases import COUNTS, Operands, float64_products, magnitudes, operands, rounding
+from product_cases import COUNTS, Operands, assert_products, float64_products, magnitudes, operands
 
 pytestmark = pytest.mark.gpu
 
@@ -54,10 +54,7 @@ def check(ops: Operands) -> None:
     terms = (ops.x.shape[1], ops.dy.shape[1], ops.x.shape[0])
     found, wanted, sizes = ops.products(), float64_products(ops), magnitudes(ops)
     for y, right, size, count in zip(found, wanted, sizes, terms, strict=True):
-        limit = rounding(y.dtype, count) * size + 1e-30
-        assert y.shape == right.shape
-        worst = float(((y.double() - right).abs() / limit).max())
-        assert worst <= 1, f"off by {worst:.2f} of what rounding explains"
+        assert_products(y, right, size, count)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=name_of)

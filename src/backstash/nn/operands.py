@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
+from backstash.errors import LayoutError
 from backstash.formats import (
     Float8Block,
     Float8Current,
@@ -37,7 +38,8 @@ BLOCK_FORMATS = (Float8Block, MXFP8Format, NVFP4Format)
 def scaled(operand: Tensor, usage: Usage) -> Scaled:
     """Float8 codes in the matrix's own order, and their inverse scales as their format has them."""
     format, buffers = _parts(operand, usage)
-    assert isinstance(format, SCALED_FORMATS), "chosen for scales that leave the sum"
+    if not isinstance(format, SCALED_FORMATS):
+        raise _no_codes("a scale for a tensor, a row or a column", format)
     prefix = _PREFIX[usage] if isinstance(format, Float8Rowwise) else ""
     codes = buffers[prefix + "codes"].view(format.code.dtype)
     return Scaled(codes.view(operand.shape), buffers[prefix + "scale_inv"])
@@ -46,7 +48,8 @@ def scaled(operand: Tensor, usage: Usage) -> Scaled:
 def blocks(operand: Tensor, usage: Usage) -> Codes:
     """Codes and scales of blocks, as the matrix's own order has them."""
     format, buffers = _parts(operand, usage)
-    assert isinstance(format, BLOCK_FORMATS), "chosen for blocks"
+    if not isinstance(format, BLOCK_FORMATS):
+        raise _no_codes("blocks", format)
     direction = Blocks.TILES if format.two_d else _DIRECTION[usage]
     prefix = "" if format.two_d else _PREFIX[usage]
     codes = buffers[prefix + "codes"]
@@ -111,8 +114,14 @@ _PREFIX = {Usage.ROWWISE: "row_", Usage.COLUMNWISE: "column_"}
 _DIRECTION = {Usage.ROWWISE: Blocks.ROWS, Usage.COLUMNWISE: Blocks.COLUMNS}
 
 
-def _parts(operand: Tensor, usage: Usage) -> tuple[Format, Mapping[str, Tensor]]:
+def _parts(operand: Tensor, usage: Usage) -> tuple[Format | None, Mapping[str, Tensor]]:
     """The format of one direction, and its buffers by the names that it gives them."""
-    assert isinstance(operand, QuantizedTensor), "only quantized operands have codes"
+    if not isinstance(operand, QuantizedTensor):
+        return None, {}
     buffers = operand.format.buffers_along(operand.buffers, usage)
     return operand.format.along(usage), buffers
+
+
+def _no_codes(wanted: str, format: Format | None) -> LayoutError:
+    came = "plain values" if format is None else format.name
+    return LayoutError(f"the product reads codes with {wanted}, got {came}; multiply their values")
