@@ -16,7 +16,7 @@ from torch import Tensor
 from backstash.kernels.reference.blocks import block_ends, column_amax, cut_rows
 
 _SIZE = 16
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_matrix(device: torch.device) -> Tensor:
@@ -27,7 +27,7 @@ def hadamard_matrix(device: torch.device) -> Tensor:
     parity = (common ^ common >> 2) & 3
     parity = (parity ^ parity >> 1) & 1
     # The signs as the bits of one number: a captured graph cannot copy a list to the device.
-    minus = sum(1 << i for i, sign in enumerate(_SIGNS) if sign < 0)
+    minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
     minus_B = torch.full((_SIZE,), minus, device=device) >> i_B & 1
     return (0.25 - 0.5 * (parity ^ minus_B[:, None])).to(torch.bfloat16)
 

@@ -1,0 +1,237 @@
+"""The arithmetic of NVFP4 inside a Triton kernel: scales, codes and values of a block of 16.
+
+The N blocks that a program works on are a tuple of 16 tensors ``(N,)``, one for each place in
+a block.  So a thread has whole blocks in its registers, sums go along a block in the order of
+its places, and two places side by side make a byte without leaving a thread.
+
+No cast rounds here.  A float32 plus a power of two is rounded to a multiple of the last bit
+of that sum, ties to even; the low bits of the sum then count the multiples.  What is added
+has the exponent of the value, but no less than that of the smallest normal code: below it
+the steps of a format stay equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from backstash.kernels.reference.cast import FLOAT32_MAX
+
+LARGEST_FLOAT = tl.constexpr(FLOAT32_MAX)
+# The largest code times the largest scale.
+_LARGEST = tl.constexpr(448.0 * 6.0)
+
+
+@triton.jit
+def over_all_of(amax):
+    """The factor that brings ``amax`` to the largest code times the largest scale."""
+    factor = tl.div_rn(tl.zeros_like(amax) + _LARGEST, amax)
+    factor = tl.minimum(factor, LARGEST_FLOAT)
+    return tl.where((amax == 0) | (factor == 0), 1.0, factor)
+
+
+@triton.jit
+def e4m3(value):
+    """The nearest E4M3 value of a float that is not negative, and its byte."""
+    value = tl.minimum(value, 448.0)
+    exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    shift_bits = exponent + (20 << 23)
+    shift = shift_bits.to(tl.float32, bitcast=True)
+    moved = value + shift
+    byte = moved.to(tl.int32, bitcast=True) - shift_bits + ((exponent - (121 << 23)) >> 20)
+    return moved - shift, byte
+
+
+@triton.jit
+def multiplier_of(scale, over_all):
+    """What a value is multiplied by before its cast."""
+    one = tl.zeros_like(over_all) + 1.0
+    product = scale * tl.div_rn(one, over_all)
+    one = tl.zeros_like(product) + 1.0
+    return tl.minimum(tl.div_rn(one, product), LARGEST_FLOAT)
+
+
+@triton.jit
+def factor_of(scale, amax):
+    """What a code is multiplied by."""
+    return scale * amax * (1.0 / _LARGEST)
+
+
+@triton.jit
+def _shift_of(value):
+    """A power of two whose last bit is the step of the codes around ``value``, and six steps."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.maximum(bits + ((22 << 23) + 6), (149 << 23) + 6)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest(scaled):
+    """The nearest nibble, the even one of two; too large is 6, NaN is 6."""
+    # The smaller of a NaN and a number is the number.
+    bounded = tl.maximum(tl.minimum(scaled, 6.0), -6.0)
+    moved = (tl.abs(bounded) + _shift_of(bounded)).to(tl.uint32, bitcast=True)
+    # The last bits count steps from 6 on; the exponent e of the value adds 2 e, and 10.
+    code = moved + (moved >> 22)
+    sign = bounded.to(tl.uint32, bitcast=True) >> 28
+    return (code & 7) | (sign & 8)
+
+
+@triton.jit
+def drawn(scaled, byte):
+    """One of the two nibbles around each value, the nearer the likelier."""
+    bounded = tl.maximum(tl.minimum(scaled, 6.0), -6.0)
+    bits = tl.maximum(bounded.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    # The step over 256; the product is exact, so one rounding follows.
+    step = (bits - (9 << 23)).to(tl.float32, bitcast=True)
+    size = tl.minimum(tl.fma(byte.to(tl.float32), step, tl.abs(bounded)), 6.0)
+    # The largest code whose value is not above: cut the bits; below one there is only a half.
+    bits = size.to(tl.int32, bitcast=True)
+    code = tl.maximum((bits >> 22) - 252, (size >= 0.5).to(tl.int32))
+    sign = bounded.to(tl.uint32, bitcast=True) >> 28
+    return code.to(tl.uint32) | (sign & 8)
+
+
+@triton.jit
+def _value_of(nibble):
+    """The value of a nibble as float32."""
+    # Exponent and mantissa of a nibble, in their place in a float, are 2^-126 of its value.
+    bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def values_of(pairs, factor):
+    """The 16 values of blocks from their eight bytes, int32, each times ``factor``."""
+    y = ()
+    for i in tl.static_range(8):
+        y += (_value_of(pairs[i]) * factor, _value_of(pairs[i] >> 4) * factor)
+    return y
+
+
+@triton.jit
+def _error(x, scale, over_all, amax):
+    """Squared error of each block, its places in order."""
+    multiplier, factor = multiplier_of(scale, over_all), factor_of(scale, amax)
+    error = tl.zeros_like(x[0])
+    for i in tl.static_range(16):
+        size = tl.abs(x[i])
+        scaled = tl.minimum(size * multiplier, 6.0)
+        shift = _shift_of(scaled)
+        difference = size - ((scaled + shift) - shift) * factor
+        error += tl.where(difference == difference, difference * difference, 0.0)
+    return error
+
+
+@triton.jit
+def largest_of(x):
+    """The largest magnitude of each block; a NaN does not count."""
+    largest = tl.zeros_like(x[0])
+    for i in tl.static_range(16):
+        # The maximum with a NaN is the other operand.
+        largest = tl.maximum(largest, tl.abs(x[i]))
+    return largest
+
+
+@triton.jit
+def _over_rows(error):
+    """Errors of tiles from those of their 16 rows, which lie one after another, by halves."""
+    for _step in tl.static_range(4):
+        halves = tl.reshape(error, [2, error.shape[0] // 2])
+        upper, lower = tl.split(tl.permute(halves, [1, 0]))
+        error = upper + lower
+    return error
+
+
+@triton.jit
+def scales_of(x, amax, TILES: tl.constexpr, CANDIDATES: tl.constexpr):
+    """The byte of each block's scale, and what its values are multiplied by.
+
+    If ``TILES``, the blocks are the rows of ``N / 16`` tiles, first those that are the first in
+    their tile, and a tile has one scale.
+    """
+    N: tl.constexpr = x[0].shape[0]
+    largest = largest_of(x)
+    if TILES:
+        largest = tl.max(tl.reshape(largest, [16, N // 16]), 0)
+    over_all = over_all_of(amax)
+    if CANDIDATES == 1:
+        # The product in brackets is formed first.
+        scale, byte = e4m3(largest * (over_all * (1.0 / 6.0)))
+    else:
+        sixth = tl.div_rn(largest, tl.zeros_like(largest) + 6.0) * over_all
+        six, six_byte = e4m3(sixth)
+        four, four_byte = e4m3(sixth * 1.5)
+        error_of_six = _error(x, _of_rows(six, N), over_all, amax)
+        error_of_four = _error(x, _of_rows(four, N), over_all, amax)
+        if TILES:
+            error_of_six, error_of_four = _over_rows(error_of_six), _over_rows(error_of_four)
+        errs_less = error_of_four < error_of_six
+        scale, byte = tl.where(errs_less, four, six), tl.where(errs_less, four_byte, six_byte)
+    return byte, _of_rows(multiplier_of(scale, over_all), N)
+
+
+@triton.jit
+def _of_rows(value, N: tl.constexpr):
+    """What tiles have, for each of their rows; what ``N`` blocks have stays."""
+    if value.shape[0] != N:
+        value = tl.broadcast_to(value[None, :], [16, N // 16])
+        value = tl.reshape(value, [N])
+    return value
+
+
+@triton.jit
+def bytes_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
+    """Eight bytes of codes of each block, as a tensor with a new last dimension.
+
+    With a seed, block ``i_block`` of stream ``STREAM`` is rounded by its own random bytes.
+    """
+    if p_seed is not None:
+        offset = tl.load(p_seed + 1)
+        i_block = i_block.to(tl.uint32)
+        zero = i_block * 0
+        low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
+        words = tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
+    pairs = ()
+    for i in tl.static_range(8):
+        even, odd = x[2 * i] * multiplier, x[2 * i + 1] * multiplier
+        if p_seed is None:
+            pair = nearest(even) | (nearest(odd) << 4)
+        else:
+            word = words[i // 2] >> (i % 2 * 16)
+            pair = drawn(even, word & 0xFF) | (drawn(odd, (word >> 8) & 0xFF) << 4)
+        pairs += (pair.to(tl.uint8),)
+    return together(pairs, 3)
+
+
+@triton.jit
+def together(parts, LOG: tl.constexpr):
+    """``2^LOG`` tensors ``(N,)`` as one ``(N, 2^LOG)``."""
+    N: tl.constexpr = parts[0].shape[0]
+    for step in tl.static_range(LOG):
+        # The first bit of a place is joined last, so that the places come in order.
+        joined = ()
+        for i in tl.static_range(1 << (LOG - 1 - step)):
+            joined += (tl.join(parts[i], parts[i + (1 << (LOG - 1 - step))]),)
+        parts = joined
+    return tl.reshape(parts[0], [N, 1 << LOG])
+
+
+@triton.jit
+def apart(x, LOG: tl.constexpr):
+    """``2^LOG`` tensors ``(N,)`` from one ``(N, 2^LOG)``, as a tuple."""
+    N: tl.constexpr = x.shape[0]
+    parts = (x,)
+    for step in tl.static_range(LOG):
+        # Even places and odd ones; what is still together then differs in a higher bit.
+        evens, odds = (), ()
+        for i in tl.static_range(1 << step):
+            pairs = tl.reshape(parts[i], [N, 1 << (LOG - 1 - step), 2])
+            even, odd = tl.split(pairs)
+            evens += (even,)
+            odds += (odd,)
+        parts = evens + odds
+    singles = ()
+    for i in tl.static_range(1 << LOG):
+        singles += (tl.reshape(parts[i], [N]),)
+    return singles
