@@ -61,9 +61,10 @@ def test_current_scaling_is_the_definition(shape, dtype, code):
 
 
 @by_code
+@by_dtype
 @by_special
-def test_current_scaling_of_special_values_is_the_definition(special, code):
-    x = special_matrix(special)
+def test_current_scaling_of_special_values_is_the_definition(special, dtype, code):
+    x = special_matrix(special).to(dtype)
     q = dataclasses.replace(FLOAT8_CURRENT, code=Code(code)).quantize(x)
     assert_is(q, define_current(matrix(x), code))
 

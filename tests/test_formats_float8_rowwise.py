@@ -68,9 +68,10 @@ def test_rows_and_columns_are_the_definition(shape, dtype, code):
 
 
 @by_code
+@by_dtype
 @by_special
-def test_special_values_are_the_definition(special, code):
-    check(special_matrix(special), code=Code(code))
+def test_special_values_are_the_definition(special, dtype, code):
+    check(special_matrix(special).to(dtype), code=Code(code))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power-of-two"])

@@ -128,15 +128,17 @@ def test_every_option_is_the_definition(shape, dtype, options):
 
 
 @by_options
+@by_dtype
 @by_special
-def test_special_values_are_the_definition(special, options):
-    check(special_matrix(special, (17, 35)), **options)
+def test_special_values_are_the_definition(special, dtype, options):
+    check(special_matrix(special, (17, 35)).to(dtype), **options)
 
 
+@by_dtype
 @by_special
 @pytest.mark.parametrize("four_over_six", [False, True])
-def test_special_values_in_tiles_are_the_definition(special, four_over_six):
-    check_tiles(special_matrix(special, (17, 35)), four_over_six=four_over_six)
+def test_special_values_in_tiles_are_the_definition(special, dtype, four_over_six):
+    check_tiles(special_matrix(special, (17, 35)).to(dtype), four_over_six=four_over_six)
 
 
 @by_options

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
-from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, HIGH_PRECISION, MXFP8, Usage
+from backstash.formats import FLOAT8_CURRENT, HIGH_PRECISION, MXFP8, Usage
 from backstash.tensors import GroupedTensor, QuantizedTensor
 from format_cases import (
     FORMATS,
@@ -297,13 +297,20 @@ def test_empty_like_is_quantized_memory_ready_for_a_copy(format, usage, ends):
     assert_identical(torch.empty_like(q).copy_(plain), wanted)
 
 
-def test_empty_like_takes_another_device_or_dtype():
-    q = quantized(HIGH_PRECISION)
-    assert torch.empty_like(q, device="meta").device.type == "meta"
+@by_format
+@by_usage
+def test_empty_like_takes_another_device_or_dtype(format, usage):
+    q = quantized(format, usage)
+    there = torch.empty_like(q, device="meta")
+    assert (type(there), there.device.type) == (QuantizedTensor, "meta")
     narrow = torch.empty_like(q, dtype=torch.bfloat16)
-    assert narrow.dtype is torch.bfloat16
-    assert narrow.nbytes == q.nbytes // 2
-    assert type(torch.empty_like(q, dtype=torch.int32)) is Tensor
+    assert (type(narrow), narrow.dtype) == (QuantizedTensor, torch.bfloat16)
+    assert narrow.nbytes == format.saved_bytes(33, 40, torch.bfloat16, usage)
+    assert_identical(narrow.copy_(q.to(torch.bfloat16)), q.to(torch.bfloat16))
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        for make in (torch.empty_like, torch.zeros_like, torch.ones_like):
+            whole = make(q, dtype=dtype)
+            assert (type(whole), whole.dtype, whole.shape) == (Tensor, dtype, q.shape)
 
 
 PLAIN = {
@@ -327,8 +334,9 @@ def test_fresh_values_like_a_quantized_tensor_are_plain(format, make, value):
     assert torch.equal(fresh, torch.full((33, 40), value, dtype=torch.bfloat16))
 
 
-def test_fresh_values_take_another_dtype_and_device():
-    q = quantized(FLOAT8_DELAYED)
+@by_format
+def test_fresh_values_take_another_dtype_and_device(format):
+    q = quantized(format)
     assert torch.zeros_like(q, dtype=torch.float64).dtype is torch.float64
     assert torch.zeros_like(q, device="meta").device.type == "meta"
     assert torch.randn_like(q).shape == torch.rand_like(q).shape == (33, 40)
