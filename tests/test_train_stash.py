@@ -328,3 +328,27 @@ def test_a_capacity_that_would_drop_rows_is_refused(value: Any) -> None:
 def test_the_options_survive_being_written_down() -> None:
     config = TrainConfig(stash=True, stash_bytes=1 << 20, model=small_model(capacity_factor=2.0))
     assert config_from_json(json.loads(json.dumps(config_to_json(config))), TrainConfig) == config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
+@pytest.mark.parametrize("capacity", [None, 2.0])
+def test_on_a_gpu_the_estimate_is_the_most_that_was_held(
+    tmp_path: Path, recipe: str, capacity: float | None
+) -> None:
+    model = small_model(hidden=256, expert_width=512, context=128, capacity_factor=capacity)
+    config = stashed_run(
+        tmp_path,
+        recipe=recipe,
+        model=model,
+        batch=32,
+        device="cuda",
+        dtype="bfloat16",
+        stash_page_bytes=65536,
+    )
+    made = trainer(config)
+    for _ in range(3):
+        reading = made.step().stash
+    assert reading is not None
+    assert reading.stash_kept_bytes == 0
+    assert reading.stash_high_bytes == pytest.approx(estimate(config).stash_bytes, rel=0.05)
