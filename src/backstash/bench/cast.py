@@ -25,11 +25,11 @@ from backstash.bench.timing import time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 from backstash.kernels.reference import cast as reference
-from backstash.kernels.reference import float8_block, float8_rowwise, transpose
+from backstash.kernels.reference import float8_block, float8_rowwise, hadamard, nvfp4, transpose
 
 SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
 GROUPS = 128
-REFERENCES = (reference, float8_block, float8_rowwise, transpose)
+REFERENCES = (reference, float8_block, float8_rowwise, transpose, nvfp4, hadamard)
 ONE_USAGE, BOTH_USAGES = 0.85, 0.75
 APART = 37 * 4096 + 512
 
@@ -132,6 +132,7 @@ def casts(M: int, K: int) -> Iterator[Work]:
     yield Work("mxfp8 columns, groups", ONE_USAGE, *both("quantize_mx_columns", x, ends), [x])
     yield Work("mxfp8 both, groups", BOTH_USAGES, *both("quantize_mx_both", x, ends), [x])
     yield from readings(x, ends)
+    yield from nvfp4_casts(x, ends)
 
 
 def readings(x: Tensor, ends: Tensor) -> Iterator[Work]:
@@ -142,6 +143,32 @@ def readings(x: Tensor, ends: Tensor) -> Iterator[Work]:
     back = both("dequantize_mx_columns", *columns, x.dtype, ends)
     yield Work("values of mxfp8 columns, groups", ONE_USAGE, *back, columns)
     yield Work("codes transposed", ONE_USAGE, *both("transpose_codes", rows[0]), rows[:1])
+
+
+def nvfp4_casts(x: Tensor, ends: Tensor) -> Iterator[Work]:
+    """Casts to four bits and back, whose largest magnitude over the blocks is given."""
+    one, amax_G = kernels.amax(x), kernels.group_amax(x, ends)
+    rotation, seed = kernels.hadamard_matrix(x.device), kernels.draw_seed(x.device)
+    rotated = both("rotated_column_amax", x, rotation, ends)
+    yield Work("largest of rotated columns, groups", ONE_USAGE, *rotated, [x])
+    rotated_GK = kernels.rotated_column_amax(x, rotation, ends)
+    for what, *arguments in (
+        ("rows", x, one),
+        ("rows, groups", x, amax_G, ends),
+        ("rows, random", x, one, None, seed),
+        ("tiles", x, one),
+        ("columns", x, one),
+        ("columns, groups", x, amax_G, ends),
+        ("columns, rotated, groups", x, rotated_GK, ends, rotation),
+    ):
+        cast = both(f"quantize_nvfp4_{what.split(',')[0]}", *arguments)
+        yield Work(f"nvfp4 {what}", ONE_USAGE, *cast, [x])
+    rows = kernels.quantize_nvfp4_rows(x, one)
+    back = both("dequantize_nvfp4_rows", *rows, one, x.shape[1], x.dtype)
+    yield Work("values of nvfp4 rows", ONE_USAGE, *back, rows)
+    columns = kernels.quantize_nvfp4_columns(x, amax_G, ends)
+    back = both("dequantize_nvfp4_columns", *columns, amax_G, len(x), x.dtype, ends)
+    yield Work("values of nvfp4 columns, groups", ONE_USAGE, *back, columns)
 
 
 def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], object]]:
