@@ -12,6 +12,7 @@ import torch
 import backstash as bs
 from backstash import FLOAT8_DELAYED
 from backstash.formats import Code
+from backstash.nn.module import scaling_state
 from backstash.recipes import DelayedScaling
 from scaling_cases import Definition, L
 
@@ -53,6 +54,30 @@ def test_the_update_is_the_published_rule(
         definition.step(amax)
         assert scaling.scale_G.item() == definition.scale
         assert scaling.history_LG[:, 0].tolist() == definition.history
+
+
+@pytest.mark.parametrize("amax", [math.nan, INF], ids=str)
+@pytest.mark.parametrize("most_recent", [False, True], ids=["largest", "most_recent"])
+def test_a_magnitude_that_is_not_finite_keeps_the_scale_while_it_counts(
+    amax: float, most_recent: bool
+) -> None:
+    scaling = DelayedScaling(format_of(most_recent=most_recent), 1, CPU)
+    scaling.update(torch.tensor([2.0]))
+    scales = []
+    for seen in (amax, *[4.0] * (L + 1)):
+        scaling.update(torch.tensor([seen]))
+        scales.append(scaling.scale_G.item())
+    kept = 1 if most_recent else L
+    assert scales == [224.0] * kept + [112.0] * (len(scales) - kept)
+
+
+def test_a_tensor_of_nan_has_no_magnitude_to_learn_from() -> None:
+    layer = bs.Linear(4, 4)
+    with bs.autocast(recipe="float8_delayed"):
+        layer(torch.full((2, 4), math.nan))
+    learnt = {name: scaling.scale_G.item() for name, scaling in scaling_state(layer).items()}
+    assert learnt["input"] == 1.0
+    assert learnt["weight"] == (torch.tensor(448.0) / layer.weight.detach().abs().max()).item()
 
 
 def test_each_group_has_a_scale_of_its_own() -> None:

@@ -105,6 +105,25 @@ def test_a_layer_on_parts_of_the_rows_computes_what_it_does_on_all(tmp_path):
     on_two_ranks(common_step, tmp_path)
 
 
+def checkpoints(rank: int, folder: str) -> None:
+    for number, format in enumerate(FORMATS):
+        torch.manual_seed(number)
+        wanted = quantized(format, Usage.BOTH, [5, 5, 33])
+        found = torch.empty_like(wanted)
+        place = f"{folder}/{number}"
+        save({"weight": wanted, f"of-rank-{rank}": wanted}, checkpoint_id=place)
+        load({"weight": found}, checkpoint_id=place)
+        assert_identical(found, wanted)
+        other = torch.empty_like(wanted)
+        load({f"of-rank-{1 - rank}": other}, checkpoint_id=place)
+        assert_identical(other, wanted)
+
+
+@pytest.mark.distributed
+def test_two_ranks_save_and_load_one_checkpoint(tmp_path):
+    on_two_ranks(checkpoints, tmp_path, str(tmp_path))
+
+
 @by_format
 @by_usage
 @by_grouping
