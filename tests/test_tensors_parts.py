@@ -227,6 +227,13 @@ def test_writing_the_whole_is_seen_by_its_parts():
     assert torch.equal(one.dequantize(), FLOAT8_CURRENT.quantize(x).dequantize()[3:9])
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="without torch.distributed")
+def test_a_part_that_shares_a_scale_is_neither_sent_nor_received():
+    one = whole(FLOAT8_CURRENT)[:7]
+    with pytest.raises(LayoutError, match=r"share scale_inv with others"):
+        QuantizedTensor.run_operation(torch.ops.c10d.broadcast_.default, ([one], None, 0), {})
+
+
 VIEWS = {
     "rows": (MXFP8, lambda q: q[32:64]),
     "split": (FLOAT8_ROWWISE, lambda q: q.only(Usage.ROWWISE).split(10)[2]),

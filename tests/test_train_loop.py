@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backstash.errors import CheckpointError, DeviceError
 from backstash.nn.module import scaling_state
+from backstash.recipes import recipe_names
 from backstash.train.config import TrainConfig
 from backstash.train.loop import NonFiniteError, Trainer, load_weights, open_device
 from backstash.train.session import open_corpus
@@ -141,7 +142,8 @@ def test_the_measurements_of_a_step(tmp_path: Path) -> None:
     assert metrics.saved_bytes > 0
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "float8_delayed"])
+@pytest.mark.fresh_draws
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     config = small_run(tmp_path, recipe=recipe)
     first = trainer(config)
