@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import torch
 
@@ -42,3 +43,9 @@ def test_every_operation_keeps_the_name_of_its_reference():
         operation = getattr(kernels, name)
         if inspect.isfunction(operation):
             assert operation.__name__ == name
+
+
+def test_no_file_of_twins_is_named_like_an_operation():
+    """Importing a file puts it into its package under its name, in the place of the operation."""
+    files = {path.stem for path in Path(kernels.__file__).parent.iterdir()}
+    assert not files & set(kernels.__all__)
