@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from pathlib import Path
 
 import torch
@@ -49,3 +51,15 @@ def test_no_file_of_twins_is_named_like_an_operation():
     """Importing a file puts it into its package under its name, in the place of the operation."""
     files = {path.stem for path in Path(kernels.__file__).parent.iterdir()}
     assert not files & set(kernels.__all__)
+
+
+def test_each_operation_is_bound_under_its_own_name_to_a_file_that_has_it():
+    package = Path(kernels.__file__).parent
+    for statement in ast.parse(Path(kernels.__file__).read_text()).body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+            continue
+        name, (bound, file) = statement.targets[0].id, statement.value.args[:2]
+        assert name == bound.id
+        path = package / file.value
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        assert re.search(rf"\b{name}\b", source), f"{file.value} has no {name}"
