@@ -25,6 +25,7 @@ from torch import Tensor
 
 from backstash.errors import ConfigError, PeerError
 from backstash.weights.lease import Leases
+from backstash.weights.peers import PeerMemory
 
 
 class LostPeerError(PeerError):
@@ -54,9 +55,9 @@ class Parcel:
 class Flight:
     """Collectives that were started together, each with what it reads."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], arrived: torch.Event | None = None) -> None:
         self._works = works
-        self._arrived: torch.Event | None = None
+        self._arrived = arrived
 
     def wait(self, device: torch.device) -> None:
         """Wait once for all: a second wait can deliver a second time, over what came since."""
@@ -104,6 +105,7 @@ class Channel:
             all ranks: what a gather of a weight in bf16 costs is two bytes an element.
         collectives: How many gathers and reductions of weights were started.
         agreements: How often the ranks agreed on what to do next.
+        peers: Where the ranks read each other's shards, if they do.
         leases: The memory lent for what arrives.
 
     Raises:
@@ -121,6 +123,7 @@ class Channel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.leases = Leases()
+        self.peers: PeerMemory | None = None
         self.wire_bytes = 0
         self.collectives = 0
         self.agreements = 0
@@ -171,6 +174,8 @@ class Channel:
         """Bring the rows of all ranks together."""
         if self.size == 1:
             return Arrival(Flight([]), [parcel.rows for parcel in parcels], parcels)
+        if self.peers is not None and self.peers.holds([parcel.rows for parcel in parcels]):
+            return self._pull(self.peers, parcels)
         # As bytes: a coalesced collective takes one dtype, and codes travel with float scales.
         sent = [_padded(p.rows, p.chunk).view(torch.uint8) for p in parcels]
         wholes = [
@@ -184,6 +189,25 @@ class Channel:
         # A collective reads what is sent until it is done, so the works hold it.
         wholes = [w.view(p.rows.dtype) for w, p in zip(wholes, parcels, strict=True)]
         return Arrival(Flight([(work, sent)]), wholes, parcels)
+
+    def _pull(self, peers: PeerMemory, parcels: list[Parcel]) -> Arrival:
+        """Copy the rows of the other ranks, without padding and without these ranks."""
+        wholes = [
+            self.leases.lend((sum(p.counts), *p.rows.shape[1:]), p.rows.dtype, p.rows.device)
+            for p in parcels
+        ]
+        self.collectives += 1
+        self.wire_bytes += sum(whole.nbytes for whole in wholes)
+        pairs = zip(parcels, wholes, strict=True)
+        arrived = peers.pull([(p.rows, whole, p.counts) for p, whole in pairs])
+        whole_parcels = [Parcel(whole, (len(whole),)) for whole in wholes]
+        return Arrival(Flight([], arrived), wholes, whole_parcels)
+
+    def fence(self) -> None:
+        """Let no GPU go on before all have come here; no host waits."""
+        if self.peers is not None:
+            with _peers("wait for each other"):
+                dist.all_reduce(self.peers.token, group=self.group)
 
     def scatter(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
         """Add the ranks' matrices up and bring each rank its rows, in the matrices' dtype."""

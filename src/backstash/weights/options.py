@@ -29,6 +29,15 @@ class Delivery(enum.Enum):
     AT_ONCE = "at_once"
 
 
+class Carrier(enum.Enum):
+    """What brings the parts of a weight together in high precision."""
+
+    #: The process group.
+    COLLECTIVE = "collective"
+    #: The copy engines of GPUs that reach each other's memory; elsewhere the process group.
+    PEERS = "peers"
+
+
 class Others(enum.Enum):
     """What becomes of the gradients of parameters that every rank keeps whole."""
 
@@ -47,6 +56,7 @@ class ShardOptions:
             it to the collective, which adds in their own.
         delivery: ``"overlapped"`` or ``"at_once"``.
         others: ``"reduce"`` or ``"leave"`` the gradients of all other parameters.
+        carrier: ``"collective"`` or ``"peers"``.
         together_bytes: The most bytes of whole weights that move in one collective, if they are
             used one after the other; larger ones move alone.
 
@@ -59,10 +69,12 @@ class ShardOptions:
     accumulate: torch.dtype | None = None
     delivery: Delivery | str = Delivery.OVERLAPPED
     others: Others | str = Others.REDUCE
+    carrier: Carrier | str = Carrier.COLLECTIVE
     together_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
         kinds = {"split": Split, "reduce": Reduce, "delivery": Delivery, "others": Others}
+        kinds["carrier"] = Carrier
         for name, kind in kinds.items():
             object.__setattr__(self, name, _one_of(kind, name, getattr(self, name)))
         dtype = self.accumulate

@@ -22,7 +22,8 @@ from backstash.tensors import QuantizedTensor
 from backstash.weights.bundle import Bundle
 from backstash.weights.channel import Channel
 from backstash.weights.layout import Layout
-from backstash.weights.options import Others, ShardOptions
+from backstash.weights.options import Carrier, Others, ShardOptions
+from backstash.weights.peers import PeerMemory
 from backstash.weights.protocol import is_distributed_weight
 from backstash.weights.sharded import ShardedWeight
 from backstash.weights.sharding import Sharding
@@ -97,6 +98,7 @@ def shard_weights(
     members = [[_member(place, recipe, channel, options) for place in b] for b in bundles]
     _check_same_model(channel, members, (prefetch, options))
     sharding = Sharding(channel, prefetch, options)
+    channel.peers = _peer_memory(places, members, channel, options)
     replicated = _replicated(module, places, options)
     for parameter in replicated:
         _take_from_first(parameter, channel)
@@ -106,6 +108,18 @@ def shard_weights(
         sharding.bundles.append(bundle)
     sharding.watch(module, replicated)
     return sharding
+
+
+def _peer_memory(
+    places: list[_Place], members: list[list[Member]], channel: Channel, options: ShardOptions
+) -> PeerMemory | None:
+    """Room for all shards, where the other ranks can read them."""
+    devices = {place.parameter.device for place in places}
+    if options.carrier is Carrier.COLLECTIVE or channel.size == 1 or len(devices) > 1:
+        return None
+    kinds = [member.kind for bundle in members for member in bundle]
+    nbytes = sum(PeerMemory.bytes_for(kind.layout, kind.dtype.itemsize) for kind in kinds)
+    return PeerMemory.reserve(channel.group, devices.pop(), nbytes)
 
 
 def _replicated(module: nn.Module, places: list[_Place], options: ShardOptions) -> list[Tensor]:
@@ -249,7 +263,9 @@ def _cut(place: _Place, position: int, bundle: Bundle, sharding: Sharding) -> Sh
     """Put this rank's shard where the whole weight was."""
     parameter, layout = place.parameter, bundle.members[position].layout
     _take_from_first(parameter, sharding.channel)
-    shard = layout.shard(parameter.detach(), sharding.channel.rank).clone()
+    shard = layout.shard(parameter.detach(), sharding.channel.rank)
+    peers = sharding.channel.peers
+    shard = shard.clone() if peers is None else peers.place(shard, layout)
     shard.requires_grad_(parameter.requires_grad)
     weight = ShardedWeight.of(shard, position, bundle, sharding)
     for owner, attribute in place.owners:

@@ -205,6 +205,7 @@ class Sharding:
         self._progress = Progress(order, bundles, self.channel, wide, self._arrivals.expect)
         uses = [use for use in order.uses if use.kind is not Kind.REDUCE]
         with self._together():
+            self._open_peers(during)
             ask_together([(bundles[use.bundle], use.usage) for use in uses], self.channel)
             self._progress.begin()
 
@@ -221,11 +222,20 @@ class Sharding:
         elif progress is not None and end.is_changed:
             del self._orders[key]
             self._settle_doubts(progress.order)
+        if progress is not None:
+            self.channel.fence()
         self._close(progress)
         if during is Pass.BACKWARD:
             self._forget_answers()
         self._runs[Pass.FORWARD if during is Pass.BACKWARD else Pass.BACKWARD] = 0
         self._runs[during] += 1
+
+    def _open_peers(self, during: Pass) -> None:
+        """From here to the end of the pass ranks may read each other's shards."""
+        if self.channel.peers is not None:
+            if during is Pass.FORWARD:
+                self.channel.fence()
+            self.channel.peers.is_open = True
 
     def _forget_answers(self) -> None:
         for bundle in self.bundles:
@@ -234,6 +244,8 @@ class Sharding:
     def _close(self, progress: Progress | None) -> None:
         self.surprises += 0 if progress is None else progress.surprises
         self._progress = self._open = None
+        if self.channel.peers is not None:
+            self.channel.peers.is_open = False
         self._is_free = False
         self._log.clear()
 
