@@ -5,6 +5,7 @@ import dataclasses
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,6 +166,13 @@ def test_buffers_can_be_shared_between_processes(format, ends):
     assert q.share_memory_() is q
     assert q.is_shared()
     assert_identical(q, wanted)
+
+
+@by_format
+@pytest.mark.parametrize("take", [torch.from_dlpack, np.from_dlpack], ids=["torch", "numpy"])
+def test_no_other_library_reads_memory_that_is_not_there(format, take):
+    with pytest.raises(UnsupportedOpError, match=r"no memory of its own.*dequantize\(\)"):
+        take(quantized(format))
 
 
 def test_equal_groups_end_at_multiples():

@@ -278,6 +278,15 @@ class QuantizedTensor(Tensor):
         own: Any = self.detach().clone() if self.shared else self
         return rebuild, (own.buffers | ends, kind)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refused: the values have no memory that another library could read."""
+        raise UnsupportedOpError(
+            f"a {self.format.name} tensor has no memory of its own to lend through DLPack; "
+            f"call .dequantize() on it, or lend its buffers"
+        )
+
+    __dlpack_device__ = __dlpack__
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
             copy = self.detach().clone().requires_grad_(self.requires_grad)
