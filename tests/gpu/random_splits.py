@@ -52,6 +52,7 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
     pair = kernels.quantize_float8_columns(x, code, ends)
     kernels.dequantize_float8_columns(*pair, code, x.dtype, ends)
     kernels.dequantize_block_rows(*kernels.quantize_block_rows(x, code), code, x.dtype)
+    kernels.quantize_block_both(x, code, ends)
     for kind in ("columns", "tiles"):
         pair = getattr(kernels, f"quantize_block_{kind}")(x, code, ends)
         getattr(kernels, f"dequantize_block_{kind}")(*pair, code, x.dtype, ends)

@@ -65,6 +65,20 @@ def test_groups_are_the_references(counts, dtype, direction):
     check(direction, x.to(dtype), ends, 3 * sum(counts))
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["matrix", "groups"])
+@pytest.mark.parametrize("columns", [7, 128, 300, 2048])
+def test_one_pass_gives_what_two_give(columns, grouped):
+    x, ends = grouped_values([130, 0, 256, 1, 95], columns)
+    x, rows = x.cuda(), 482
+    given, code = ((ends.cuda(),) if grouped else ()), torch.float8_e4m3fn
+    got_rows, got_columns = kernels.quantize_block_both(x, code, *given)
+    for got, wanted in zip(got_rows, kernels.quantize_block_rows(x, code), strict=True):
+        assert_twin_bytes(got[:rows], wanted[:rows])
+    codes, scale_inv = kernels.quantize_block_columns(x, code, *given)
+    assert_twin_bytes(got_columns[0][:rows], codes[:rows])
+    assert_twin_bytes(got_columns[1], scale_inv)
+
+
 def test_three_hundred_random_splits_are_the_references():
     for counts, tail in random_counts(300):
         x, ends = grouped_values([count * 3 for count in counts], 33, tail)

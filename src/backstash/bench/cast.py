@@ -126,6 +126,8 @@ def casts(M: int, K: int) -> Iterator[Work]:
     yield Work("blocks of 128, rows", ONE_USAGE, *both("quantize_block_rows", x, e4m3), [x])
     columns = both("quantize_block_columns", x, e4m3, ends)
     yield Work("blocks of 128, columns, groups", ONE_USAGE, *columns, [x])
+    pair = both("quantize_block_both", x, e4m3, ends)
+    yield Work("blocks of 128, both, groups", BOTH_USAGES, *pair, [x])
     tiles = both("quantize_block_tiles", x, e4m3)
     yield Work("blocks of 128, tiles", ONE_USAGE, *tiles, [x])
     yield Work("mxfp8 rows", ONE_USAGE, *both("quantize_mx_rows", x), [x])
@@ -163,6 +165,8 @@ def nvfp4_casts(x: Tensor, ends: Tensor) -> Iterator[Work]:
     ):
         cast = both(f"quantize_nvfp4_{what.split(',')[0]}", *arguments)
         yield Work(f"nvfp4 {what}", ONE_USAGE, *cast, [x])
+    cast = both("quantize_nvfp4_both", x, (amax_G, amax_G), ends)
+    yield Work("nvfp4 both, groups", BOTH_USAGES, *cast, [x])
     rows = kernels.quantize_nvfp4_rows(x, one)
     back = both("dequantize_nvfp4_rows", *rows, one, x.shape[1], x.dtype)
     yield Work("values of nvfp4 rows", ONE_USAGE, *back, rows)

@@ -26,10 +26,12 @@ from backstash.formats.format import (
     Code,
     Format,
     Reading,
+    Refill,
     Usage,
     check_code,
     check_epsilon,
     check_flags,
+    fill,
 )
 
 
@@ -76,9 +78,10 @@ class _Float8(Format):
         return slice(rows.start, rows.stop) if buffer == "codes" else None
 
     def _buffers_from(
-        self, x_MK: Tensor, scale: Tensor, ends_G: Tensor | None
+        self, x_MK: Tensor, scale: Tensor, ends_G: Tensor | None, refill: Refill | None
     ) -> dict[str, Tensor]:
-        codes = kernels.quantize_scaled(x_MK, scale, self.code.dtype, ends_G)
+        into = fill(refill, "codes")
+        codes = kernels.quantize_scaled(x_MK, scale, self.code.dtype, ends_G, into=into)
         return {"codes": codes, "scale_inv": torch.ones_like(scale) / scale}
 
 
@@ -102,9 +105,18 @@ class Float8Current(_Float8):
         check_flags(self, "power_of_two")
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        amax = kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
+        noop = None if refill is None else refill.noop
+        if ends_G is None:
+            amax = kernels.amax(x_MK, noop=noop)
+        else:
+            amax = kernels.group_amax(x_MK, ends_G, noop=noop)
         if self.amax_group is not None:
             distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=self.amax_group)
         scale = kernels.scale_from_amax(
@@ -113,7 +125,7 @@ class Float8Current(_Float8):
             power_of_two=self.power_of_two,
             epsilon=self.epsilon,
         )
-        return self._buffers_from(x_MK, scale, ends_G)
+        return self._buffers_from(x_MK, scale, ends_G, refill)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +159,12 @@ class Float8Delayed(_Float8):
             )
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         groups = 1 if ends_G is None else ends_G.numel()
         if scale is None:
@@ -157,7 +174,7 @@ class Float8Delayed(_Float8):
                 f"{self.name} needs a float32 scale of shape ({groups},), one for each group, "
                 f"got {scale.dtype} {tuple(scale.shape)}; reshape or convert it"
             )
-        return self._buffers_from(x_MK, scale, ends_G)
+        return self._buffers_from(x_MK, scale, ends_G, refill)
 
     def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         return torch.ones_like(buffers["scale_inv"]) / buffers["scale_inv"]

@@ -21,10 +21,12 @@ from backstash.formats.format import (
     Code,
     Format,
     Reading,
+    Refill,
     Usage,
     check_code,
     check_epsilon,
     check_flags,
+    fill,
     whole_blocks,
 )
 
@@ -77,20 +79,32 @@ class Float8Block(Format):
         return specs
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        code, buffers = self.code.dtype, {}
+        code = self.code.dtype
         options = {"epsilon": self.epsilon, "power_of_two": self.power_of_two}
         if self.two_d:
-            codes, scale_inv = kernels.quantize_block_tiles(x_MK, code, ends_G, **options)
+            into = fill(refill, "codes", "scale_inv")
+            codes, scale_inv = kernels.quantize_block_tiles(
+                x_MK, code, ends_G, **options, into=into
+            )
             return {"codes": codes, "scale_inv": scale_inv}
-        if Usage.ROWWISE in usage:
-            codes, scale_inv = kernels.quantize_block_rows(x_MK, code, **options)
-            buffers |= {"row_codes": codes, "row_scale_inv": scale_inv}
-        if Usage.COLUMNWISE in usage:
-            codes, scale_inv = kernels.quantize_block_columns(x_MK, code, ends_G, **options)
-            buffers |= {"column_codes": codes, "column_scale_inv": scale_inv}
-        return buffers
+        rows, columns = ("row_codes", "row_scale_inv"), ("column_codes", "column_scale_inv")
+        if usage is Usage.BOTH:
+            into = fill(refill, *rows, *columns)
+            pairs = kernels.quantize_block_both(x_MK, code, ends_G, **options, into=into)
+            return dict(zip(rows + columns, pairs[0] + pairs[1], strict=True))
+        if usage is Usage.ROWWISE:
+            pair = kernels.quantize_block_rows(x_MK, code, **options, into=fill(refill, *rows))
+            return dict(zip(rows, pair, strict=True))
+        into = fill(refill, *columns)
+        pair = kernels.quantize_block_columns(x_MK, code, ends_G, **options, into=into)
+        return dict(zip(columns, pair, strict=True))
 
     def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
         dtypes = self.code.dtype, reading.dtype

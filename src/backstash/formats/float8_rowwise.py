@@ -20,10 +20,12 @@ from backstash.formats.format import (
     Code,
     Format,
     Reading,
+    Refill,
     Usage,
     check_code,
     check_epsilon,
     check_flags,
+    fill,
 )
 
 
@@ -63,17 +65,23 @@ class Float8Rowwise(Format):
         return specs
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         options = {"epsilon": self.epsilon, "power_of_two": self.power_of_two}
         buffers = {}
         if Usage.ROWWISE in usage:
             buffers["row_codes"], buffers["row_scale_inv"] = kernels.quantize_float8_rows(
-                x_MK, self.code.dtype, **options
+                x_MK, self.code.dtype, **options, into=fill(refill, "row_codes", "row_scale_inv")
             )
         if Usage.COLUMNWISE in usage:
+            into = fill(refill, "column_codes", "column_scale_inv")
             buffers["column_codes"], buffers["column_scale_inv"] = kernels.quantize_float8_columns(
-                x_MK, self.code.dtype, ends_G, **options
+                x_MK, self.code.dtype, ends_G, **options, into=into
             )
         return buffers
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from backstash import kernels
 from backstash.errors import DtypeError, LayoutError, RecipeError, ShapeError
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,6 +79,27 @@ class Reading:
     dtype: torch.dtype
     usage: Usage
     ends_G: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refill:
+    """Buffers that are there already, for new values; left alone where ``noop`` is set.
+
+    ``noop`` is a float32 or int32 number in a tensor on the buffers' device, read there.
+    """
+
+    buffers: Mapping[str, Tensor]
+    noop: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        kernels.Into(tuple(self.buffers.values()), self.noop)  # refuses what cannot be filled
+
+
+def fill(refill: Refill | None, *names: str) -> kernels.Into | None:
+    """Where a kernel writes the buffers of these names; None: into fresh memory."""
+    if refill is None:
+        return None
+    return kernels.Into(tuple(refill.buffers[name] for name in names), refill.noop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +171,17 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        """The buffers that :meth:`buffers` names."""
+        """The buffers that :meth:`buffers` names: fresh ones, or those of ``refill``, filled.
+
+        A buffer that a format does not fill itself comes back fresh, whatever ``refill`` says.
+        """
 
     @abc.abstractmethod
     def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:

@@ -9,7 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.formats.format import BufferSpec, Format, Reading, Usage
+from backstash.formats.format import (
+    BufferSpec,
+    Format,
+    Reading,
+    Refill,
+    Usage,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,12 @@ class HighPrecisionFormat(Format):
         return {"values": BufferSpec((rows, columns), dtype)}
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         return {"values": x_MK.clone(memory_format=torch.contiguous_format)}
 

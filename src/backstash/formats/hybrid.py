@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from backstash.errors import RecipeError
-from backstash.formats.format import BufferSpec, Format, Reading, Usage
+from backstash.formats.format import (
+    BufferSpec,
+    Format,
+    Reading,
+    Refill,
+    Usage,
+)
 
 _PREFIX = {Usage.ROWWISE: "rows_", Usage.COLUMNWISE: "columns_"}
 
@@ -55,13 +61,19 @@ class Hybrid(Format):
         }
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        return {
-            _PREFIX[side] + name: buffer
-            for side in usage
-            for name, buffer in self.along(side).encode(x_MK, side, ends_G, None).items()
-        }
+        buffers = {}
+        for side in usage:
+            own = refill and Refill(self.buffers_along(refill.buffers, side), refill.noop)
+            encoded = self.along(side).encode(x_MK, side, ends_G, None, own)
+            buffers |= {_PREFIX[side] + name: buffer for name, buffer in encoded.items()}
+        return buffers
 
     def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:
         own = self.buffers_along(buffers, reading.usage)

@@ -21,8 +21,10 @@ from backstash.formats.format import (
     Code,
     Format,
     Reading,
+    Refill,
     Usage,
     check_flags,
+    fill,
     whole_blocks,
 )
 
@@ -66,19 +68,27 @@ class MXFP8Format(Format):
         return specs
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         buffers = {}
         if self.two_d:
-            buffers["codes"], buffers["scales"] = kernels.quantize_mx_tiles(x_MK, ends_G)
+            into = fill(refill, "codes", "scales")
+            buffers["codes"], buffers["scales"] = kernels.quantize_mx_tiles(x_MK, ends_G, into=into)
             return buffers
         rows = columns = None
+        names = self.buffers(len(x_MK), x_MK.shape[1], x_MK.dtype, usage, None)
+        into = fill(refill, *names)
         if usage is Usage.BOTH:
-            rows, columns = kernels.quantize_mx_both(x_MK, ends_G)
+            rows, columns = kernels.quantize_mx_both(x_MK, ends_G, into=into)
         elif usage is Usage.ROWWISE:
-            rows = kernels.quantize_mx_rows(x_MK)
+            rows = kernels.quantize_mx_rows(x_MK, into=into)
         else:
-            columns = kernels.quantize_mx_columns(x_MK, ends_G)
+            columns = kernels.quantize_mx_columns(x_MK, ends_G, into=into)
         if rows is not None:
             buffers["row_codes"], buffers["row_scales"] = rows
         if columns is not None:

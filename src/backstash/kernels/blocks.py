@@ -79,6 +79,34 @@ def locate_block(p_table, rows, i_block, B: tl.constexpr):
     return first, end, group
 
 
+@triton.jit
+def groups_between(p_ends, groups, rows, first, B: tl.constexpr, BG: tl.constexpr):
+    """The group of row ``first``, and one past the group of the last of the B rows from there.
+
+    A kernel that needs no blocks of its groups goes over them without a table.
+    """
+    if p_ends is None:
+        begin = first * 0
+        past = begin + 1
+    else:
+        i_group = tl.arange(0, BG)
+        ends = tl.load(p_ends + i_group, mask=i_group < groups, other=0x7FFFFFFF)
+        last = tl.minimum(first + B, rows) - 1
+        begin = tl.sum((ends <= first).to(tl.int32), 0)
+        past = tl.minimum(tl.sum((ends <= last).to(tl.int32), 0) + 1, groups)
+    return begin, past
+
+
+@triton.jit
+def rows_between(p_ends, group, rows, first, B: tl.constexpr):
+    """Which of the B rows from ``first`` a group has: the first, and one past the last."""
+    start, end = first, tl.minimum(first + B, rows)
+    if p_ends is not None:
+        start = tl.maximum(tl.load(p_ends + group - 1, mask=group > 0, other=0), start)
+        end = tl.minimum(tl.load(p_ends + group), end)
+    return start, end
+
+
 def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
     """What :func:`locate_block` reads: int32 ``(S, 4)``, an entry for each program.
 

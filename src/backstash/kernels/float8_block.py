@@ -1,8 +1,8 @@
 """Float8 in blocks of 128 on a GPU: the twins of ``backstash.kernels.reference.float8_block``.
 
-A block along a row is a line of a tile.  For blocks down columns, and tiles, a program owns
-128 rows of some columns: it goes over them once for their largest values and once more, now
-from the cache, to cast them.
+A block along a row is a line.  For blocks down columns, and tiles, a program has 128 rows of
+some columns in its registers: it finds their largest values and casts what it has, so that
+every value is read once.
 
 Letters: M rows, K columns, G groups, S blocks of rows, C blocks of columns.
 """
@@ -24,54 +24,27 @@ from backstash.kernels.blocks import (
     new_bytes,
     unit_columns,
 )
+from backstash.kernels.cast.lines import Scaling, quantize_lines
 from backstash.kernels.cast.scaled import kept_bits, scale_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
+from backstash.kernels.reference.into import Into, noop_of
 
 _BLOCK = 128
-_ROWS, _ROW_BLOCKS = 4, 8
 _STEP = 32
-
-
-@triton.jit
-def _quantize_rows_kernel(
-    p_x,
-    p_codes,
-    p_scale_inv,
-    rows,
-    columns,
-    row_stride,
-    largest,
-    epsilon,
-    value_for_inf,
-    kept,
-    B: tl.constexpr,
-    BC: tl.constexpr,
-):
-    blocks = tl.cdiv(columns, 128)
-    chunks = tl.cdiv(blocks, BC)
-    i_row = (tl.program_id(0) // chunks).to(tl.int64) * B + tl.arange(0, B)
-    i_block = (tl.program_id(0) % chunks) * BC + tl.arange(0, BC)
-    i_column = i_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = (i_row < rows)[:, None, None] & (i_column < columns)[None, :, :]
-    p_tile = p_x + i_row[:, None, None] * row_stride + i_column[None, :, :]
-    x = tl.load(p_tile, mask=mask, other=0).to(tl.float32)
-    # The maximum with a NaN is the other operand: a NaN does not count.
-    amax = tl.maximum(tl.max(tl.abs(x), 2), 0.0)
-    scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
-    codes = (x * scale[:, :, None]).to(p_codes.dtype.element_ty)
-    tl.store(p_codes + i_row[:, None, None] * columns + i_column[None, :, :], codes, mask=mask)
-    p_block = p_scale_inv + i_row[:, None] * blocks + i_block[None, :]
-    m_block = (i_row < rows)[:, None] & (i_block < blocks)[None, :]
-    tl.store(p_block, tl.div_rn(tl.full([B, BC], 1, tl.float32), scale), mask=m_block)
+# Columns of a program, columns of a thread side by side, warps.
+_COLUMNS, _TILE = (64, 4, 4), (128, 8, 8)
 
 
 @triton.jit
 def _quantize_blocks_kernel(
     p_x,
+    p_row_codes,
+    p_row_scale_inv,
     p_codes,
     p_column_scale_inv,
     p_tile_scale_inv,
     p_table,
+    p_noop,
     groups,
     rows,
     columns,
@@ -81,42 +54,48 @@ def _quantize_blocks_kernel(
     value_for_inf,
     kept,
     B: tl.constexpr,
-    BR: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
 ):
-    chunks = tl.cdiv(columns, 128)
+    """Codes down columns or in tiles; and, with a place for them, those along rows of 128."""
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
+    chunks = tl.cdiv(columns, BK)
     i_block = tl.program_id(0) // chunks
     i_chunk = tl.program_id(0) % chunks
-    i_column = i_chunk * 128 + tl.arange(0, 128)
+    # A thread gets V columns side by side, and many rows of each.
+    i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     first, end, group = locate_block(p_table, rows, i_block, B)
+    inverse = tl.zeros([BK], tl.float32)
     # A block that no group needs reads nothing; its scales are written as zeros.
-    end = tl.where(group < groups, end, first)
-    magnitude = tl.zeros([BR, 128], tl.float32)
-    for i in range(0, B, BR):
-        i_row = first + i + tl.arange(0, BR)
-        mask = (i_row < end)[:, None] & m_column[None, :]
-        p_tile = p_x + i_row.to(tl.int64)[:, None] * row_stride + i_column[None, :]
-        x = tl.load(p_tile, mask=mask, other=0).to(tl.float32)
-        magnitude = tl.maximum(magnitude, tl.abs(x))
-    amax = tl.max(magnitude, 0)
-    if p_tile_scale_inv is not None:
-        amax = tl.zeros([128], tl.float32) + tl.max(amax, 0)
-    scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
-    inverse = tl.div_rn(tl.full([128], 1, tl.float32), scale)
-    inverse = tl.where(group < groups, inverse, 0.0)
+    if group < groups:
+        # A row past the end is the last row once more: it changes no maximum, and no byte.
+        i_row = tl.minimum(first + tl.arange(0, B), end - 1).to(tl.int64)
+        p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
+        x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
+        magnitude = tl.abs(x)
+        # The maximum with a NaN is the other operand: a NaN does not count.
+        amax = tl.maximum(tl.max(magnitude, 0), 0.0)
+        if p_tile_scale_inv is not None:
+            amax = tl.zeros([BK], tl.float32) + tl.max(amax, 0)
+        scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
+        inverse = tl.div_rn(tl.full([BK], 1, tl.float32), scale)
+        o_tile = (i_row * columns)[:, None] + i_column[None, :]
+        codes = (x * scale[None, :]).to(p_codes.dtype.element_ty)
+        tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
+        if p_row_codes is not None:
+            amax = tl.maximum(tl.max(magnitude, 1), 0.0)
+            row_scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
+            codes = (x * row_scale[:, None]).to(p_codes.dtype.element_ty)
+            tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
+            p_row = p_row_scale_inv + i_row * chunks + i_chunk
+            tl.store(p_row, tl.div_rn(tl.full([B], 1, tl.float32), row_scale))
     o_block = tl.cast(i_block, tl.int64)
     if p_tile_scale_inv is not None:
         tl.store(p_tile_scale_inv + o_block * chunks + i_chunk, tl.max(inverse, 0))
     else:
         tl.store(p_column_scale_inv + o_block * columns + i_column, inverse, mask=m_column)
-    for i in range(0, B, BR):
-        i_row = first + i + tl.arange(0, BR)
-        mask = (i_row < end)[:, None] & m_column[None, :]
-        o_row = i_row.to(tl.int64)[:, None]
-        p_tile = p_x + o_row * row_stride + i_column[None, :]
-        x = tl.load(p_tile, mask=mask, other=0).to(tl.float32)
-        codes = (x * scale[None, :]).to(p_codes.dtype.element_ty)
-        tl.store(p_codes + o_row * columns + i_column[None, :], codes, mask=mask)
 
 
 @triton.jit
@@ -166,28 +145,18 @@ def _dequantize_kernel(
 
 
 def quantize_block_rows(
-    x_MK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = True
+    x_MK: Tensor,
+    code_dtype: torch.dtype,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = True,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks along rows: codes ``(M, K)`` as bytes and inverse scales ``(M, C)``."""
-    x_MK = unit_columns(x_MK)
-    rows, columns = x_MK.shape
-    blocks = triton.cdiv(columns, _BLOCK)
-    codes_MK = new_bytes(rows, columns, like=x_MK)
-    scale_inv_MC = torch.empty(rows, blocks, dtype=torch.float32, device=x_MK.device)
-    BC = min(_ROW_BLOCKS, triton.next_power_of_2(max(1, blocks)))
-    tile: dict[str, Any] = {"B": _ROWS, "BC": BC}
-    programs = triton.cdiv(rows, _ROWS) * triton.cdiv(blocks, BC)
-    if programs:
-        _quantize_rows_kernel[(programs,)](
-            x_MK,
-            codes_MK.view(code_dtype),
-            scale_inv_MC,
-            rows,
-            columns,
-            x_MK.stride(0),
-            *_scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two),
-            **tile,
-        )
+    shape = len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
+    codes_MK, scale_inv_MC = _buffers(x_MK, shape, into)
+    scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
+    quantize_lines(x_MK, _BLOCK, codes_MK.view(code_dtype), scale_inv_MC, scaling, noop_of(into))
     return codes_MK, scale_inv_MC
 
 
@@ -198,12 +167,37 @@ def quantize_block_columns(
     *,
     epsilon: float = 0.0,
     power_of_two: bool = True,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks down columns: codes ``(M, K)`` as bytes and inverse scales ``(S, K)``."""
-    blocks = block_count(len(x_MK), ends_G, _BLOCK)
-    scale_inv_SK = torch.empty(blocks, x_MK.shape[1], dtype=torch.float32, device=x_MK.device)
+    shape = block_count(len(x_MK), ends_G, _BLOCK), x_MK.shape[1]
+    codes_MK, scale_inv_SK = _buffers(x_MK, shape, into)
     scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
-    return _quantize_blocks(x_MK, code_dtype, ends_G, (scale_inv_SK, None), scaling), scale_inv_SK
+    outputs = None, None, codes_MK.view(code_dtype), scale_inv_SK, None
+    _quantize_blocks(x_MK, outputs, ends_G, scaling, noop_of(into))
+    return codes_MK, scale_inv_SK
+
+
+def quantize_block_both(
+    x_MK: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor | None = None,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = True,
+    into: Into | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Both of the above from one read of ``x_MK``; rows past the last group are unspecified."""
+    if into is None:
+        row_shape = len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
+        column_shape = block_count(len(x_MK), ends_G, _BLOCK), x_MK.shape[1]
+        four = _buffers(x_MK, row_shape, None) + _buffers(x_MK, column_shape, None)
+    else:
+        four = into.buffers
+    scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
+    outputs = four[0].view(code_dtype), four[1], four[2].view(code_dtype), four[3], None
+    _quantize_blocks(x_MK, outputs, ends_G, scaling, noop_of(into))
+    return four[:2], four[2:]
 
 
 def quantize_block_tiles(
@@ -213,12 +207,15 @@ def quantize_block_tiles(
     *,
     epsilon: float = 0.0,
     power_of_two: bool = True,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tiles: codes ``(M, K)`` as bytes and inverse scales ``(S, C)``."""
     shape = block_count(len(x_MK), ends_G, _BLOCK), triton.cdiv(x_MK.shape[1], _BLOCK)
-    scale_inv_SC = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    codes_MK, scale_inv_SC = _buffers(x_MK, shape, into)
     scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
-    return _quantize_blocks(x_MK, code_dtype, ends_G, (None, scale_inv_SC), scaling), scale_inv_SC
+    outputs = None, None, codes_MK.view(code_dtype), None, scale_inv_SC
+    _quantize_blocks(x_MK, outputs, ends_G, scaling, noop_of(into))
+    return codes_MK, scale_inv_SC
 
 
 def dequantize_block_rows(
@@ -252,31 +249,46 @@ def dequantize_block_tiles(
 
 def _scaling(
     x_MK: Tensor, code_dtype: torch.dtype, epsilon: float, *, power_of_two: bool
-) -> tuple[float, float, float, int]:
+) -> Scaling:
     """What a kernel needs to make a scale; one too large is the largest of the input's dtype."""
     value_for_inf = min(torch.finfo(x_MK.dtype).max, FLOAT32_MAX)
     kept = kept_bits(power_of_two=power_of_two)
     return torch.finfo(code_dtype).max, float(epsilon), value_for_inf, kept
 
 
+def _buffers(x_MK: Tensor, shape: tuple[int, int], into: Into | None) -> tuple[Tensor, ...]:
+    """Codes and inverse scales of this shape, if there are none to fill."""
+    if into is not None:
+        return into.buffers
+    scale_inv = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    return new_bytes(*x_MK.shape, like=x_MK), scale_inv
+
+
 def _quantize_blocks(
     x_MK: Tensor,
-    code_dtype: torch.dtype,
+    outputs: tuple[Tensor | None, ...],
     ends_G: Tensor | None,
-    scales_inv: tuple[Tensor | None, Tensor | None],
-    scaling: tuple[float, float, float, int],
-) -> Tensor:
+    scaling: Scaling,
+    noop: Tensor | None,
+) -> None:
+    """Fill codes and scales along rows, if asked for, and those down columns or in tiles."""
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    codes_MK = new_bytes(rows, columns, like=x_MK)
-    tile: dict[str, Any] = {"B": _BLOCK, "BR": _STEP}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, _BLOCK)
+    row_codes, row_scale_inv, codes, column_scale_inv, tile_scale_inv = outputs
+    # Codes along rows, and a tile's, need all of its columns in one program.
+    BK, V, warps = _COLUMNS if row_codes is None and tile_scale_inv is None else _TILE
+    tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": V, "num_warps": warps}
+    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, BK)
     if programs:
         _quantize_blocks_kernel[(programs,)](
             x_MK,
-            codes_MK.view(code_dtype),
-            *scales_inv,
+            row_codes,
+            row_scale_inv,
+            codes,
+            column_scale_inv,
+            tile_scale_inv,
             block_table(ends_G, rows, _BLOCK),
+            noop,
             group_number(ends_G),
             rows,
             columns,
@@ -284,7 +296,6 @@ def _quantize_blocks(
             *scaling,
             **tile,
         )
-    return codes_MK
 
 
 def _dequantize(

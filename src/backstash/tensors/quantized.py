@@ -21,7 +21,8 @@ from torch import Tensor
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import Format, Reading, Usage, check_floating, from_spec
-from backstash.formats.format import HIGH_PRECISION_DTYPES
+from backstash.formats.format import HIGH_PRECISION_DTYPES, Refill
+from backstash.kernels import Into
 
 _DATA: Any = Tensor.data
 
@@ -165,26 +166,42 @@ class QuantizedTensor(Tensor):
         }
         return type(self)(buffers, **(kind | changes))
 
-    def requantize_(self, values: Tensor) -> QuantizedTensor:
+    def requantize_(self, values: Tensor, *, noop: Tensor | None = None) -> QuantizedTensor:
         """Put new values of the same shape into the same buffers.
 
+        Under a CUDA graph a weight is quantized in every step, also where it has not changed.
+        ``noop`` says so on the device: where it is not zero, the values are not read and the
+        buffers stay as they are.  A step that replays the graph sets it without being captured
+        anew, for example ``noop.fill_(not first_microbatch)``.
+
+        Args:
+            values: Plain values of the tensor's shape, of any floating dtype.
+            noop: Float32 or int32 of one element, on the tensor's device.
+
         Raises:
-            LayoutError: Rows outside of this part share some of them.
+            LayoutError: Rows outside of this part share some of the buffers, or ``noop`` is
+                not one number.
         """
         self.check_whole()
         values_MK = values.detach().to(self.device).reshape(_rows(self.shape), self.shape[-1])
         scale = self.format.scale_of(self.buffers)
-        return self.write_(self.format.encode(values_MK, self.usage, self.ends_G, scale))
+        refill = Refill(self.buffers, noop)
+        fresh = self.format.encode(values_MK, self.usage, self.ends_G, scale, refill)
+        self.write_(fresh, noop=noop)
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+        return self
 
-    def write_(self, fresh: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Put other bytes into the same buffers.
+    def write_(self, fresh: Mapping[str, Tensor], *, noop: Tensor | None = None) -> QuantizedTensor:
+        """Put other bytes into the same buffers; with ``noop`` as in :meth:`requantize_`.
 
         Raises:
             LayoutError: Rows outside of this part share some of them.
         """
         self.check_whole()
         for name, buffer in self.buffers.items():
-            buffer.copy_(fresh[name])
+            if fresh[name] is not buffer:
+                Into((buffer,), noop).write(fresh[name])
             # Inside a dispatched operation nobody counts changes, and autograd, which may
             # have saved the buffer, must see this one.
             if not buffer.is_inference():

@@ -3,7 +3,11 @@
 The hardware's cast is the definition's: it rounds to nearest even, a value past the largest
 code becomes the largest code, and every NaN becomes 0x7F.
 
-Letters: M rows, K columns, G groups, B rows of a program's block.
+A program owns B rows of some columns and goes over the groups that these rows belong to,
+mostly one.  Rows past the end of a group's are not masked: their place is taken by its last
+row, once more, which changes no maximum and writes the same bytes again.
+
+Letters: M rows, K columns, G groups, B rows of a program, BR rows of a step.
 """
 
 from __future__ import annotations
@@ -16,18 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import (
-    block_count,
-    block_table,
     group_number,
-    locate_block,
+    groups_between,
     new_bytes,
+    rows_between,
     unit_columns,
 )
 from backstash.kernels.reference.cast import FLOAT32_MAX
+from backstash.kernels.reference.into import Into, noop_of
 
-_ROWS = 32
-_COLUMNS = 256
-_STEPS = 4
+_ROWS, _STEP, _COLUMNS = 32, 32, 256
+# Few rows a program means many atomics for each column.
+_COLUMN_ROWS, _COLUMN_STEP, _COLUMN_COLUMNS = 128, 32, 128
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent without the mantissa
 _ALL_BITS = -1
 
@@ -36,59 +40,88 @@ _ALL_BITS = -1
 def _amax_kernel(
     p_x,
     p_amax,
-    p_table,
+    p_ends,
+    p_noop,
     groups,
     rows,
     columns,
     row_stride,
+    amax_stride,
     B: tl.constexpr,
+    BR: tl.constexpr,
     BK: tl.constexpr,
-    STEPS: tl.constexpr,
+    BG: tl.constexpr,
 ):
-    chunks = tl.cdiv(columns, BK * STEPS)
-    i_block = tl.program_id(0) // chunks
-    i_chunk = tl.program_id(0) % chunks
-    first, end, group = locate_block(p_table, rows, i_block, B)
-    if group < groups:
-        i_row = first + tl.arange(0, B)
-        p_row = p_x + i_row.to(tl.int64)[:, None] * row_stride
-        largest = tl.zeros([B, BK], tl.float32)
-        for i_step in range(STEPS):
-            i_column = (i_chunk * STEPS + i_step) * BK + tl.arange(0, BK)
-            mask = (i_row < end)[:, None] & (i_column < columns)[None, :]
-            x = tl.load(p_row + i_column[None, :], mask=mask, other=0).to(tl.float32)
-            # The maximum with a NaN is the other operand: a NaN does not count.
-            largest = tl.maximum(largest, tl.abs(x))
-        bits = tl.cast(tl.max(tl.max(largest, 1), 0), tl.int32, bitcast=True)
-        # Bits of floats that are not negative are ordered as the floats are.
-        tl.atomic_max(p_amax + group, bits, sem="relaxed")
+    """The largest magnitude of each group; with a stride, of each of its columns."""
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
+    chunks = tl.cdiv(columns, BK)
+    first = (tl.program_id(0) // chunks) * B
+    # Eight neighbours a thread: the widest loads, and few threads that share a column.
+    i_column = tl.max_contiguous(tl.program_id(0) % chunks * BK + tl.arange(0, BK), 8)
+    m_column = i_column < columns
+    begin, past = groups_between(p_ends, groups, rows, first, B, BG)
+    for group in range(begin, past):  # pyright: ignore[reportArgumentType]
+        start, end = rows_between(p_ends, group, rows, first, B)
+        if start < end:
+            largest = tl.zeros([BR, BK], tl.float32)
+            for i in range(start, end, BR):
+                i_row = tl.minimum(i + tl.arange(0, BR), end - 1).to(tl.int64)
+                p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
+                x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
+                # The maximum with a NaN is the other operand: a NaN does not count.
+                largest = tl.maximum(largest, tl.abs(x))
+            # Bits of floats that are not negative are ordered as the floats are.
+            if amax_stride is None:
+                bits = tl.cast(tl.max(largest), tl.int32, bitcast=True)
+                tl.atomic_max(p_amax + group, bits, sem="relaxed")
+            else:
+                column_bits = tl.cast(tl.max(largest, 0), tl.int32, bitcast=True)
+                p_group = p_amax + tl.cast(group, tl.int64) * amax_stride
+                tl.atomic_max(p_group + i_column, column_bits, mask=m_column, sem="relaxed")
 
 
-def amax(x: Tensor) -> Tensor:
+def amax(x: Tensor, *, noop: Tensor | None = None) -> Tensor:
     """Largest magnitude of ``x`` as float32 ``(1,)``; NaN is ignored, nothing gives zero."""
-    return _amax(x.reshape(-1, x.shape[-1] if x.ndim else 1) if x.numel() else x.new_zeros(0, 1))
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1) if x.numel() else x.new_zeros(0, 1)
+    return _amax(rows, None, noop)
 
 
-def group_amax(x_MK: Tensor, ends_G: Tensor) -> Tensor:
+def group_amax(x_MK: Tensor, ends_G: Tensor, *, noop: Tensor | None = None) -> Tensor:
     """Largest magnitude of each group's rows as float32 ``(G,)``; the tail is not read."""
-    return _amax(x_MK, ends_G)
+    return _amax(x_MK, ends_G, noop)
 
 
-def _amax(x_MK: Tensor, ends_G: Tensor | None = None) -> Tensor:
+def column_amax(
+    x_MK: Tensor, ends_G: Tensor | None = None, *, noop: Tensor | None = None
+) -> Tensor:
+    """Largest magnitude of each column, or of each group's, as float32 ``(1, K)`` or ``(G, K)``."""
+    return _amax(x_MK, ends_G, noop, columns=x_MK.shape[1])
+
+
+def _amax(
+    x_MK: Tensor, ends_G: Tensor | None, noop: Tensor | None, *, columns: int | None = None
+) -> Tensor:
     x_MK = unit_columns(x_MK)
-    rows, columns = x_MK.shape
+    rows, width = x_MK.shape
     groups = group_number(ends_G)
-    amax_G = torch.zeros(groups, dtype=torch.int32, device=x_MK.device)
-    tile, programs = _tile(rows, columns, ends_G)
+    shape = (groups,) if columns is None else (groups, columns)
+    amax_G = torch.zeros(shape, dtype=torch.int32, device=x_MK.device)
+    tile = _tile(width, ends_G)
+    if columns is not None:
+        tile |= {"B": _COLUMN_ROWS, "BR": _COLUMN_STEP, "BK": min(_COLUMN_COLUMNS, tile["BK"])}
+    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(width, tile["BK"])
     if programs:
         _amax_kernel[(programs,)](
             x_MK,
             amax_G,
-            block_table(ends_G, rows, _ROWS),
+            None if ends_G is None else ends_G.contiguous(),
+            noop,
             groups,
             rows,
-            columns,
+            width,
             x_MK.stride(0),
+            columns,
             **tile,
         )
     return amax_G.view(torch.float32)
@@ -106,12 +139,25 @@ def scale_of(amax, largest, epsilon, value_for_inf, kept_bits):
 
 @triton.jit
 def _scale_kernel(
-    p_amax, p_scale, count, largest, epsilon, value_for_inf, kept_bits, BLOCK: tl.constexpr
+    p_amax,
+    p_scale,
+    p_scale_inv,
+    p_noop,
+    count,
+    largest,
+    epsilon,
+    value_for_inf,
+    kept_bits,
+    BLOCK: tl.constexpr,
 ):
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(p_amax + i, mask=i < count, other=0)
     scale = scale_of(amax, largest, epsilon, value_for_inf, kept_bits)
     tl.store(p_scale + i, scale, mask=i < count)
+    if p_scale_inv is not None:
+        tl.store(p_scale_inv + i, tl.div_rn(tl.zeros_like(scale) + 1, scale), mask=i < count)
 
 
 def kept_bits(*, power_of_two: bool) -> int:
@@ -128,32 +174,24 @@ def scale_from_amax(
     value_for_inf: float = FLOAT32_MAX,
 ) -> Tensor:
     """The float32 factor that brings ``amax`` to ``largest``; one where amax says nothing."""
+    scaling = (largest, float(epsilon), value_for_inf, kept_bits(power_of_two=power_of_two))
+    return fill_scales(amax, scaling, None)
+
+
+def fill_scales(
+    amax: Tensor,
+    scaling: tuple[float, float, float, int],
+    scale_inv: Tensor | None,
+    noop: Tensor | None = None,
+) -> Tensor:
+    """The scales, and into ``scale_inv``, if given, their inverses."""
     amax = amax.contiguous()
     scale, count = torch.empty_like(amax), amax.numel()
     if count:
         tile: dict[str, Any] = {"BLOCK": 256}
         _scale_kernel[(triton.cdiv(count, 256),)](
-            amax,
-            scale,
-            count,
-            largest,
-            float(epsilon),
-            value_for_inf,
-            kept_bits(power_of_two=power_of_two),
-            **tile,
+            amax, scale, scale_inv, noop, count, *scaling, **tile
         )
-    return scale
-
-
-@triton.jit
-def _load_scale(p_scale, i_row, i_column, row_stride, column_stride):
-    """Scales that fit a tile: one for all, or one for each row or column."""
-    if row_stride is not None:
-        scale = tl.load(p_scale + i_row.to(tl.int64) * row_stride)[:, None]
-    elif column_stride is not None:
-        scale = tl.load(p_scale + i_column.to(tl.int64) * column_stride)[None, :]
-    else:
-        scale = tl.load(p_scale)
     return scale
 
 
@@ -162,7 +200,8 @@ def _multiply_kernel(
     p_from,
     p_scale,
     p_to,
-    p_table,
+    p_ends,
+    p_noop,
     groups,
     rows,
     columns,
@@ -171,42 +210,57 @@ def _multiply_kernel(
     scale_row_stride,
     scale_column_stride,
     B: tl.constexpr,
+    BR: tl.constexpr,
     BK: tl.constexpr,
-    STEPS: tl.constexpr,
+    BG: tl.constexpr,
 ):
     """Values times their scale, cast to what ``p_to`` points to: both directions are this."""
-    chunks = tl.cdiv(columns, BK * STEPS)
-    i_block = tl.program_id(0) // chunks
-    i_chunk = tl.program_id(0) % chunks
-    first, end, group = locate_block(p_table, rows, i_block, B)
-    i_row = first + tl.arange(0, B)
-    m_row = i_row < end
-    # The tail is written, as zeros, and never read.
-    m_read = i_row < tl.where(group < groups, end, first)
-    p_scale += tl.cast(tl.minimum(group, groups - 1), tl.int64) * scale_group_stride
-    p_from += i_row.to(tl.int64)[:, None] * from_stride
-    p_to += i_row.to(tl.int64)[:, None] * columns
-    i_scale_row = tl.minimum(i_row, rows - 1)
-    for i_step in range(STEPS):
-        i_column = (i_chunk * STEPS + i_step) * BK + tl.arange(0, BK)
-        m_column = i_column < columns
-        i_scale_column = tl.minimum(i_column, columns - 1)
-        scale = _load_scale(
-            p_scale, i_scale_row, i_scale_column, scale_row_stride, scale_column_stride
-        )
-        mask = m_read[:, None] & m_column[None, :]
-        value = tl.load(p_from + i_column[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.where(mask, value * scale, 0.0)
-        mask = m_row[:, None] & m_column[None, :]
-        tl.store(p_to + i_column[None, :], value.to(p_to.dtype.element_ty), mask=mask)
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
+    # From the end: what a pass over the values has read last is still in the cache.
+    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
+    chunks = tl.cdiv(columns, BK)
+    first = (i_program // chunks) * B
+    i_column = i_program % chunks * BK + tl.arange(0, BK)
+    m_column = i_column < columns
+    begin, past = groups_between(p_ends, groups, rows, first, B, BG)
+    for group in range(begin, past):  # pyright: ignore[reportArgumentType]
+        start, end = rows_between(p_ends, group, rows, first, B)
+        p_group = p_scale + tl.cast(group, tl.int64) * scale_group_stride
+        for i in range(start, end, BR):
+            i_row = tl.minimum(i + tl.arange(0, BR), end - 1).to(tl.int64)
+            p_tile = p_from + (i_row * from_stride)[:, None] + i_column[None, :]
+            value = tl.load(p_tile, mask=m_column[None, :], other=0.0).to(tl.float32)
+            if scale_row_stride is not None:
+                value *= tl.load(p_scale + i_row * scale_row_stride)[:, None]
+            elif scale_column_stride is not None:
+                p_column = p_group + i_column * scale_column_stride
+                value *= tl.load(p_column, mask=m_column, other=0)[None, :]
+            else:
+                value *= tl.load(p_group)
+            p_tile = p_to + (i_row * columns)[:, None] + i_column[None, :]
+            tl.store(p_tile, value.to(p_to.dtype.element_ty), mask=m_column[None, :])
+    if p_ends is not None:
+        # The tail is written, as zeros, and never read.
+        tail = tl.maximum(tl.load(p_ends + groups - 1), first)
+        for i in range(tail, tl.minimum(first + B, rows), BR):
+            i_row = tl.minimum(i + tl.arange(0, BR), rows - 1).to(tl.int64)
+            mask = (i_row < first + B)[:, None] & m_column[None, :]
+            p_tile = p_to + (i_row * columns)[:, None] + i_column[None, :]
+            tl.store(p_tile, tl.zeros([BR, BK], tl.float32).to(p_to.dtype.element_ty), mask=mask)
 
 
 def quantize_scaled(
-    x_MK: Tensor, scale: Tensor, code_dtype: torch.dtype, ends_G: Tensor | None = None
+    x_MK: Tensor,
+    scale: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor | None = None,
+    *,
+    into: Into | None = None,
 ) -> Tensor:
     """Codes of ``float32(x) * scale``, saturating, as bytes ``(M, K)``; NaN stays NaN."""
-    codes_MK = new_bytes(*x_MK.shape, like=x_MK)
-    _multiply(unit_columns(x_MK), scale, codes_MK.view(code_dtype), ends_G)
+    codes_MK = new_bytes(*x_MK.shape, like=x_MK) if into is None else into.buffers[0]
+    _multiply(unit_columns(x_MK), scale, codes_MK.view(code_dtype), ends_G, noop_of(into))
     return codes_MK
 
 
@@ -219,36 +273,41 @@ def dequantize_scaled(
 ) -> Tensor:
     """``float32(code) * scale_inv`` rounded once to ``dtype``; rows past the groups are zero."""
     y_MK = torch.empty(codes_MK.shape, dtype=dtype, device=codes_MK.device)
-    _multiply(unit_columns(codes_MK).view(code_dtype), scale_inv, y_MK, ends_G)
+    _multiply(unit_columns(codes_MK).view(code_dtype), scale_inv, y_MK, ends_G, None)
     return y_MK
 
 
-def _multiply(from_MK: Tensor, scale: Tensor, to_MK: Tensor, ends_G: Tensor | None) -> None:
+def _multiply(
+    from_MK: Tensor,
+    scale: Tensor,
+    to_MK: Tensor,
+    ends_G: Tensor | None,
+    noop: Tensor | None,
+) -> None:
     rows, columns = from_MK.shape
-    tile, programs = _tile(rows, columns, ends_G)
-    if not programs:
-        return
+    tile = _tile(columns, ends_G)
+    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(columns, tile["BK"])
     per_column = scale.ndim == 2 and scale.shape[1] > 1
     per_row = ends_G is None and scale.ndim == 2 and scale.shape[0] > 1
-    _multiply_kernel[(programs,)](
-        from_MK,
-        scale,
-        to_MK,
-        block_table(ends_G, rows, _ROWS),
-        group_number(ends_G),
-        rows,
-        columns,
-        from_MK.stride(0),
-        scale.stride(0),
-        scale.stride(0) if per_row else None,
-        scale.stride(1) if per_column else None,
-        **tile,
-    )
+    if programs:
+        _multiply_kernel[(programs,)](
+            from_MK,
+            scale,
+            to_MK,
+            None if ends_G is None else ends_G.contiguous(),
+            noop,
+            group_number(ends_G),
+            rows,
+            columns,
+            from_MK.stride(0),
+            scale.stride(0),
+            scale.stride(0) if per_row else None,
+            scale.stride(1) if per_column else None,
+            **tile,
+        )
 
 
-def _tile(rows: int, columns: int, ends_G: Tensor | None) -> tuple[dict[str, Any], int]:
-    """The constants of a launch, and how many programs it has."""
+def _tile(columns: int, ends_G: Tensor | None) -> dict[str, Any]:
+    """The constants of a launch."""
     BK = min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
-    steps = min(_STEPS, max(1, triton.cdiv(columns, BK)))
-    programs = block_count(rows, ends_G, _ROWS) * triton.cdiv(columns, BK * steps)
-    return {"B": _ROWS, "BK": BK, "STEPS": steps}, programs
+    return {"B": _ROWS, "BR": _STEP, "BK": BK, "BG": triton.next_power_of_2(group_number(ends_G))}

@@ -25,6 +25,7 @@ from backstash.kernels.reference.blocks import (
     valid,
 )
 from backstash.kernels.reference.grouped_mm import row_groups
+from backstash.kernels.reference.into import Into, unless, written
 
 MX_BLOCK = 32
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -32,21 +33,27 @@ _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent without the man
 _TWO_TO_MINUS_127 = 0x00400000  # subnormal, so its exponent field is 0
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of ``x`` as float32 ``(1,)``; NaN is ignored, nothing gives zero."""
+def amax(x: Tensor, *, noop: Tensor | None = None) -> Tensor:
+    """Largest magnitude of ``x`` as float32 ``(1,)``; NaN is ignored, nothing gives zero.
+
+    Where the device's ``noop`` is set (see :class:`Into`), nothing is read and it is zero.
+    """
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
-    return magnitude(x).amax().reshape(1)
+    return unless(noop, magnitude(x).amax().reshape(1))
 
 
-def group_amax(x_MK: Tensor, ends_G: Tensor) -> Tensor:
-    """Largest magnitude of each group's rows as float32 ``(G,)``; the tail is not read."""
+def group_amax(x_MK: Tensor, ends_G: Tensor, *, noop: Tensor | None = None) -> Tensor:
+    """Largest magnitude of each group's rows as float32 ``(G,)``; the tail is not read.
+
+    Where the device's ``noop`` is set (see :class:`Into`), nothing is read and all are zero.
+    """
     groups = ends_G.numel()
     if x_MK.numel() == 0:
         return x_MK.new_zeros(groups, dtype=torch.float32)
     amax_M = magnitude(x_MK).amax(1)
     member_GM = row_groups(ends_G, len(x_MK)) == torch.arange(groups, device=x_MK.device)[:, None]
-    return torch.where(member_GM, amax_M, 0.0).amax(1)
+    return unless(noop, torch.where(member_GM, amax_M, 0.0).amax(1))
 
 
 def scale_from_amax(
@@ -71,14 +78,19 @@ def scale_from_amax(
 
 
 def quantize_scaled(
-    x_MK: Tensor, scale: Tensor, code_dtype: torch.dtype, ends_G: Tensor | None = None
+    x_MK: Tensor,
+    scale: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor | None = None,
+    *,
+    into: Into | None = None,
 ) -> Tensor:
     """Codes of ``float32(x) * scale``, saturating, as bytes ``(M, K)``.
 
     ``scale`` is float32 ``(1,)``, or ``(G,)`` with ``ends_G``.  NaN stays NaN.
     """
     values = x_MK.float() * row_factor(scale, ends_G, len(x_MK))
-    return saturating_codes(values, code_dtype)
+    return written(into, saturating_codes(values, code_dtype))[0]
 
 
 def dequantize_scaled(
@@ -93,7 +105,7 @@ def dequantize_scaled(
     return (codes_MK.view(code_dtype).float() * factor).to(dtype)
 
 
-def quantize_mx_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_mx_rows(x_MK: Tensor, *, into: Into | None = None) -> tuple[Tensor, ...]:
     """MXFP8 along rows: codes ``(M, K)`` and exponents ``(M, ceil(K/32))``, both bytes.
 
     A last block that is not full uses the values that exist.
@@ -101,7 +113,7 @@ def quantize_mx_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     x_MCB = cut_columns(x_MK.float(), MX_BLOCK)
     exponent_MC = _mx_exponent(magnitude(x_MCB).amax(-1))
     codes = _mx_codes(x_MCB, _mx_multiplier(exponent_MC)[..., None])
-    return codes.flatten(1)[:, : x_MK.shape[1]].contiguous(), exponent_MC
+    return written(into, codes.flatten(1)[:, : x_MK.shape[1]].contiguous(), exponent_MC)
 
 
 def dequantize_mx_rows(codes_MK: Tensor, exponent_MC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,7 +122,9 @@ def dequantize_mx_rows(codes_MK: Tensor, exponent_MC: Tensor, dtype: torch.dtype
     return _mx_values(codes_MK, _mx_factor(exponent_MC)[:, column_K], dtype)
 
 
-def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_mx_columns(
+    x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
+) -> tuple[Tensor, ...]:
     """MXFP8 down columns: codes ``(M, K)`` in logical order and exponents ``(S, K)``, bytes.
 
     With ``ends_G`` the blocks start anew in every group and S is ``ceil(M/32) + G``, the
@@ -123,9 +137,9 @@ def quantize_mx_columns(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Ten
         codes = _mx_codes(x_SBK, _mx_multiplier(exponent_SK)[:, None]).flatten(0, 1)
         # A view of the first rows would keep those of the padding alive.
         whole = len(codes) == len(x_MK)
-        return codes if whole else codes[: len(x_MK)].clone(), exponent_SK
+        return written(into, codes if whole else codes[: len(x_MK)].clone(), exponent_SK)
     row_M, _ = row_places(ends_G, len(x_MK), MX_BLOCK, x_MK.device)
-    return _mx_codes(x_MK, _mx_multiplier(exponent_SK)[row_M]), exponent_SK
+    return written(into, _mx_codes(x_MK, _mx_multiplier(exponent_SK)[row_M]), exponent_SK)
 
 
 def dequantize_mx_columns(
@@ -137,16 +151,19 @@ def dequantize_mx_columns(
 
 
 def quantize_mx_both(
-    x_MK: Tensor, ends_G: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """:func:`quantize_mx_rows` and :func:`quantize_mx_columns` of the same values.
 
     With ``ends_G``, codes and exponents of rows past the last group are unspecified.
     """
-    return quantize_mx_rows(x_MK), quantize_mx_columns(x_MK, ends_G)
+    four = written(into, *quantize_mx_rows(x_MK), *quantize_mx_columns(x_MK, ends_G))
+    return four[:2], four[2:]
 
 
-def quantize_mx_tiles(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_mx_tiles(
+    x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
+) -> tuple[Tensor, ...]:
     """MXFP8 in tiles of 32 by 32: codes ``(M, K)`` and exponents ``(S, ceil(K/32))``, bytes.
 
     One set of codes for both directions: the transpose has the same tiles.  S and the groups
@@ -154,7 +171,8 @@ def quantize_mx_tiles(x_MK: Tensor, ends_G: Tensor | None = None) -> tuple[Tenso
     """
     amax_SK = magnitude(cut_rows(x_MK, MX_BLOCK, ends_G)).amax(1)
     exponent_SC = _mx_exponent(cut_columns(amax_SK, MX_BLOCK).amax(-1))
-    return _mx_codes(x_MK, _per_tile(_mx_multiplier(exponent_SC), x_MK, ends_G)), exponent_SC
+    codes_MK = _mx_codes(x_MK, _per_tile(_mx_multiplier(exponent_SC), x_MK, ends_G))
+    return written(into, codes_MK, exponent_SC)
 
 
 def dequantize_mx_tiles(

@@ -11,6 +11,8 @@ with groups), C = ``ceil(K/128)`` blocks of columns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,19 +27,25 @@ from backstash.kernels.reference.blocks import (
     valid,
 )
 from backstash.kernels.reference.cast import FLOAT32_MAX, scale_from_amax
+from backstash.kernels.reference.into import Into, written
 
 FLOAT8_BLOCK = 128
 
 
 def quantize_block_rows(
-    x_MK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = True
-) -> tuple[Tensor, Tensor]:
+    x_MK: Tensor,
+    code_dtype: torch.dtype,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = True,
+    into: Into | None = None,
+) -> tuple[Tensor, ...]:
     """Blocks along rows: codes ``(M, K)`` as bytes and inverse scales ``(M, C)``."""
     amax_MC = magnitude(cut_columns(x_MK, FLOAT8_BLOCK)).amax(-1)
     scale_MC = _scale(amax_MC, x_MK.dtype, code_dtype, epsilon, power_of_two=power_of_two)
     column_K = column_blocks(x_MK.shape[1], FLOAT8_BLOCK, x_MK.device)
     codes = saturating_codes(x_MK.float() * scale_MC[:, column_K], code_dtype)
-    return codes, torch.ones_like(scale_MC) / scale_MC
+    return written(into, codes, torch.ones_like(scale_MC) / scale_MC)
 
 
 def dequantize_block_rows(
@@ -55,7 +63,8 @@ def quantize_block_columns(
     *,
     epsilon: float = 0.0,
     power_of_two: bool = True,
-) -> tuple[Tensor, Tensor]:
+    into: Into | None = None,
+) -> tuple[Tensor, ...]:
     """Blocks down columns: codes ``(M, K)`` as bytes and inverse scales ``(S, K)``.
 
     Scales of blocks that no group uses are zero; codes of the tail are unspecified.
@@ -64,7 +73,7 @@ def quantize_block_columns(
     scale_SK = _scale(amax_SK, x_MK.dtype, code_dtype, epsilon, power_of_two=power_of_two)
     row_M, _ = row_places(ends_G, len(x_MK), FLOAT8_BLOCK, x_MK.device)
     codes = saturating_codes(x_MK.float() * scale_SK[row_M], code_dtype)
-    return codes, _inverse(scale_SK, ends_G, len(x_MK))
+    return written(into, codes, _inverse(scale_SK, ends_G, len(x_MK)))
 
 
 def dequantize_block_columns(
@@ -79,6 +88,25 @@ def dequantize_block_columns(
     return _values(codes_MK.view(code_dtype), scale_inv_SK[row_M], dtype, ends_G)
 
 
+def quantize_block_both(
+    x_MK: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor | None = None,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = True,
+    into: Into | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """:func:`quantize_block_rows` and :func:`quantize_block_columns` of the same values.
+
+    With ``ends_G``, codes and scales of rows past the last group are unspecified.
+    """
+    options: Any = {"epsilon": epsilon, "power_of_two": power_of_two}
+    rows = quantize_block_rows(x_MK, code_dtype, **options)
+    four = written(into, *rows, *quantize_block_columns(x_MK, code_dtype, ends_G, **options))
+    return four[:2], four[2:]
+
+
 def quantize_block_tiles(
     x_MK: Tensor,
     code_dtype: torch.dtype,
@@ -86,7 +114,8 @@ def quantize_block_tiles(
     *,
     epsilon: float = 0.0,
     power_of_two: bool = True,
-) -> tuple[Tensor, Tensor]:
+    into: Into | None = None,
+) -> tuple[Tensor, ...]:
     """Tiles: codes ``(M, K)`` as bytes and inverse scales ``(S, C)``.
 
     Scales of blocks that no group uses are zero; codes of the tail are unspecified.
@@ -95,7 +124,7 @@ def quantize_block_tiles(
     amax_SC = cut_columns(amax_SK, FLOAT8_BLOCK).amax(-1)
     scale_SC = _scale(amax_SC, x_MK.dtype, code_dtype, epsilon, power_of_two=power_of_two)
     codes = saturating_codes(x_MK.float() * _per_tile(scale_SC, x_MK, ends_G), code_dtype)
-    return codes, _inverse(scale_SC, ends_G, len(x_MK))
+    return written(into, codes, _inverse(scale_SC, ends_G, len(x_MK)))
 
 
 def dequantize_block_tiles(

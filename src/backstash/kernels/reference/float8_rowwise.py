@@ -19,18 +19,24 @@ from backstash.kernels.reference.blocks import (
     valid,
 )
 from backstash.kernels.reference.cast import scale_from_amax
+from backstash.kernels.reference.into import Into, written
 
 
 def quantize_float8_rows(
-    x_MK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
+    x_MK: Tensor,
+    code_dtype: torch.dtype,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
+    into: Into | None = None,
+) -> tuple[Tensor, ...]:
     """Codes ``(M, K)`` as bytes and inverse scales ``(M, 1)``."""
     largest = torch.finfo(code_dtype).max
     scale_M1 = scale_from_amax(
         row_amax(x_MK), largest=largest, epsilon=epsilon, power_of_two=power_of_two
     )
     codes = saturating_codes(x_MK.float() * scale_M1, code_dtype)
-    return codes, torch.ones_like(scale_M1) / scale_M1
+    return written(into, codes, torch.ones_like(scale_M1) / scale_M1)
 
 
 def dequantize_float8_rows(
@@ -47,7 +53,8 @@ def quantize_float8_columns(
     *,
     epsilon: float = 0.0,
     power_of_two: bool = False,
-) -> tuple[Tensor, Tensor]:
+    into: Into | None = None,
+) -> tuple[Tensor, ...]:
     """Codes ``(M, K)`` as bytes and inverse scales ``(1, K)``, or ``(G, K)`` with groups.
 
     Codes of the tail are unspecified.
@@ -56,7 +63,7 @@ def quantize_float8_columns(
     amax_GK = column_amax(x_MK, ends_G)
     scale_GK = scale_from_amax(amax_GK, largest=largest, epsilon=epsilon, power_of_two=power_of_two)
     codes = saturating_codes(x_MK.float() * row_factor(scale_GK, ends_G, len(x_MK)), code_dtype)
-    return codes, torch.ones_like(scale_GK) / scale_GK
+    return written(into, codes, torch.ones_like(scale_GK) / scale_GK)
 
 
 def dequantize_float8_columns(
