@@ -25,6 +25,7 @@ from backstash.formats.format import (
     BufferSpec,
     Format,
     Reading,
+    Refill,
     Usage,
     check_flags,
     whole_blocks,
@@ -102,7 +103,12 @@ class NVFP4Format(Format):
         return specs
 
     def encode(
-        self, x_MK: Tensor, usage: Usage, ends_G: Tensor | None, scale: Tensor | None
+        self,
+        x_MK: Tensor,
+        usage: Usage,
+        ends_G: Tensor | None,
+        scale: Tensor | None,
+        refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         if self.two_d:
             amax = _amax(x_MK, ends_G)

@@ -29,6 +29,7 @@ from backstash.kernels.reference.float8_block import (
     dequantize_block_columns,
     dequantize_block_rows,
     dequantize_block_tiles,
+    quantize_block_both,
     quantize_block_columns,
     quantize_block_rows,
     quantize_block_tiles,
@@ -56,6 +57,7 @@ from backstash.kernels.reference.grouped_mm import (
     row_groups,
 )
 from backstash.kernels.reference.hadamard import hadamard_matrix, rotated_column_amax
+from backstash.kernels.reference.into import Into
 from backstash.kernels.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -128,6 +130,7 @@ grouped_mm_dx = by_device(grouped_mm_dx, "grouped_matmul")
 layer_norm = by_device(layer_norm, "norm")
 layer_norm_backward = by_device(layer_norm_backward, "norm")
 permute = by_device(permute, "permutation")
+quantize_block_both = by_device(quantize_block_both, "float8_block", FLOAT8_GPU)
 quantize_block_columns = by_device(quantize_block_columns, "float8_block", FLOAT8_GPU)
 quantize_block_rows = by_device(quantize_block_rows, "float8_block", FLOAT8_GPU)
 quantize_block_tiles = by_device(quantize_block_tiles, "float8_block", FLOAT8_GPU)
@@ -159,6 +162,7 @@ unpermute = by_device(unpermute, "permutation")
 __all__ = [
     "ACTIVATIONS",
     "FLOAT8_BLOCK",
+    "Into",
     "FLOAT8_UNIT",
     "MOST_BUFFERS",
     "MX_BLOCK",
@@ -206,6 +210,7 @@ __all__ = [
     "nvfp4_column_ends",
     "page_payload",
     "permute",
+    "quantize_block_both",
     "quantize_block_columns",
     "quantize_block_rows",
     "quantize_block_tiles",
