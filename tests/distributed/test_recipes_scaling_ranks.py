@@ -60,8 +60,8 @@ def learn(model: Any, chosen: Any, rows: slice, how: str = "plain", steps: int =
         with autocast(recipe=chosen):
             for part in parts:
                 mine = x[part].requires_grad_()
-                if how == "recomputed":
-                    y: Any = checkpoint(model, mine, use_reentrant=False)
+                if how in ("recomputed", "reentrant"):
+                    y: Any = checkpoint(model, mine, use_reentrant=how == "reentrant")
                 else:
                     y = model(mine)
                 y.backward(dy[part])
@@ -103,7 +103,7 @@ UNEVEN = [slice(0, 12), slice(12, 12)]  # one of the processes has no rows
 
 
 @pytest.mark.parametrize("rows", [EVEN, UNEVEN], ids=["even", "one-has-none"])
-@pytest.mark.parametrize("how", ["plain", "microbatches", "recomputed"])
+@pytest.mark.parametrize("how", ["plain", "microbatches", "recomputed", "reentrant"])
 @pytest.mark.parametrize("recent", [False, True], ids=["largest", "most-recent"])
 def test_parts_learn_the_scales_of_the_whole(
     ranks: Pool, rows: list[slice], how: str, recent: bool
