@@ -171,6 +171,8 @@ def products(
     ) -> Product:
         a_values, b_values = values_of(a, ends_G), values_of(b, b_ends_G)
         exact = of_values(a_values, b_values)
+        if a.is_rotated:
+            a_values, b_values = (block_norms(values, spans) for values in (a_values, b_values))
         magnitude = of_values(a_values.abs(), b_values.abs())
         terms = {kernels.quantized_mm: K, kernels.quantized_mm_dx: N}.get(multiply, T)
         return Product(multiply, a, b, ends_G, exact, magnitude, terms)
@@ -198,6 +200,20 @@ def products(
     ]
 
 
+def block_norms(x_MK: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Each value replaced so that sums over 16 rows of a group are products of their norms.
+
+    What is added up of rows that were mixed are products of mixed values, whose magnitudes add
+    up to no more than the product of the norms, which mixing leaves as they are.
+    """
+    norms_MK = torch.zeros_like(x_MK)
+    for start, end in spans:
+        for first in range(start, end, 16):
+            rows = slice(first, min(first + 16, end))
+            norms_MK[first] = x_MK[rows].norm(dim=0)
+    return norms_MK
+
+
 def _spans(counts: list[int] | int) -> list[tuple[int, int]]:
     counts = [counts] if isinstance(counts, int) else counts
     ends = torch.tensor(counts).cumsum(0).tolist()
@@ -223,6 +239,11 @@ def float32_sum(terms: int) -> float:
 def bfloat16_sum(terms: int) -> float:
     """The same on a matrix unit for bfloat16, whose float32 sums are cut, not rounded."""
     return (terms + 2) * 2.0**-23
+
+
+def nvfp4_sum(terms: int) -> float:
+    """The same for values of three rounded factors, and sixteen that were mixed and unmixed."""
+    return (terms + 6 + 64) * 2.0**-23
 
 
 def float8_sum(terms: int) -> float:

@@ -32,7 +32,7 @@ def test_products_are_those_of_the_dequantized_values(kind, shape, weight_blocks
 
 @by_tiles
 @by_shape
-@by_code
+@pytest.mark.parametrize("kind", [KINDS["blocks"], KINDS["blocks-e5m2"]], ids=["e4m3", "e5m2"])
 def test_sums_that_need_no_rounding_are_exact(kind, shape, weight_blocks):
     for product in products(kind, shape, weight_blocks, signs):
         got = multiplied_on_gpu(product, torch.float32)

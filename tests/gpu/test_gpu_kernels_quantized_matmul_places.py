@@ -12,6 +12,7 @@ from quantized_mm_cases import (
     TILES,
     codes_of,
     multiplied_on_gpu,
+    on_gpu,
     products,
     signs,
 )
@@ -69,8 +70,24 @@ def test_a_captured_graph_multiplies_the_groups_of_its_replay(kind):
         assert torch.equal(got.cpu(), want)
 
 
-@by_format
+@pytest.mark.parametrize("kind", ["mxfp8", "blocks", "nvfp4-rotated"])
 def test_the_same_product_twice_is_the_same_to_the_bit(kind):
     for product in products(KINDS[kind], ([300, 0, 41], (40, 96)), "tiles"):
         first = multiplied_on_gpu(product, torch.float32)
         assert torch.equal(first, multiplied_on_gpu(product, torch.float32))
+
+
+def test_operands_of_two_formats_multiply_as_the_reference_does():
+    x, w = signs(40, 96), signs(33, 96)
+    mixed = codes_of(KINDS["mxfp8"], ROWS, x, None), codes_of(KINDS["blocks"], ROWS, w, None)
+    got = kernels.quantized_mm(on_gpu(mixed[0]), on_gpu(mixed[1]), None, torch.bfloat16)
+    assert torch.equal(got.cpu(), (x @ w.t()).bfloat16())
+
+
+def test_rows_that_one_side_alone_mixed_are_unmixed():
+    dy, x = signs(40, 32), signs(40, 48)
+    rotated = codes_of(KINDS["nvfp4-rotated"], COLUMNS, dy, None)
+    plain = codes_of(KINDS["nvfp4"], COLUMNS, x, None)
+    got = kernels.quantized_mm_dw(on_gpu(rotated), on_gpu(plain), None, torch.float32)
+    wanted = kernels.quantized_mm_dw(rotated, plain, None, torch.float32)
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1.3e-6, atol=1e-4)

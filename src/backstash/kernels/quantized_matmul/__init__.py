@@ -19,7 +19,9 @@ from torch import Tensor
 from backstash.kernels.blocks import block_count, block_table, group_number
 from backstash.kernels.quantized_matmul.blocks import block_mm_kernel, turn_blocks
 from backstash.kernels.quantized_matmul.mx import mx_mm_kernel
+from backstash.kernels.quantized_matmul.nvfp4 import nvfp4_mm_kernel
 from backstash.kernels.reference import quantized_mm as reference
+from backstash.kernels.reference.hadamard import hadamard_matrix
 from backstash.kernels.reference.quantized_mm import Blocks, Codes, check_dw, check_dx, check_mm
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.transposition import transpose_codes
@@ -29,6 +31,7 @@ _MX_TILE = {"BK": 64, "num_warps": 8, "num_stages": 3}
 # Ends are read this many at least, so that few numbers of groups need a kernel of their own.
 _FEWEST_ENDS = 128
 _BLOCK_TILE = {"num_warps": 8, "num_stages": 4}
+_NVFP4_TILE = {"BK": 64, "num_warps": 8, "num_stages": 3}
 
 
 def quantized_mm(x_TK: Codes, w_NK: Codes, ends_G: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -47,7 +50,9 @@ def quantized_mm_dx(dy_TN: Codes, w_NK: Codes, ends_G: Tensor | None, dtype: tor
     check_dx("quantized_mm_dx", dy_TN, w_NK, ends_G)
     if _is_blocks(w_NK):
         groups, (rows, columns) = group_number(ends_G), w_NK.shape
-        turned = transpose_codes(w_NK.codes.view(groups, rows // max(groups, 1), columns))
+        turned = transpose_codes(
+            w_NK.codes.contiguous().view(groups, rows // max(groups, 1), columns)
+        )
         w_NK = w_NK._replace(codes=turned)
     return _mm_rows(dy_TN, w_NK, ends_G, w_NK.shape[1], dtype, is_dx=True)
 
@@ -94,8 +99,8 @@ def _launch(
     a: Codes,
     b: Codes,
     out: Tensor,
-    tables: tuple[Tensor | None, Tensor | None],
-    sizes: tuple[int, int, int, int, int, int],
+    tables: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
     product: dict[str, Any],
 ) -> None:
     """Start a program for each tile.
@@ -109,36 +114,46 @@ def _launch(
         out.zero_()
         return
     table, ends_G = tables
-    kernel, tile = (block_mm_kernel, _BLOCK_TILE) if _is_blocks(a) else (mx_mm_kernel, _MX_TILE)
-    options: dict[str, Any] = {
+    tables = (table, None if ends_G is None else ends_G.contiguous())
+    parts = [part for q in (a, b) for part in (q.codes, q.scales, q.amax) if part is not None]
+    constants: dict[str, Any] = {
         **product,
-        **tile,
         "TILES": b.blocks is Blocks.TILES,
         "BM": _BM,
         "BN": _BN,
         "BG": max(_FEWEST_ENDS, triton.next_power_of_2(sizes[0])),
     }
-    kernel[(sizes[-1],)](
-        a.codes.contiguous(),
-        a.scales.contiguous(),
-        b.codes.contiguous(),
-        b.scales.contiguous(),
+    kernel: Any
+    if a.amax is not None and b.amax is not None:
+        kernel = nvfp4_mm_kernel
+        tables += (hadamard_matrix(out.device) if a.is_rotated else None,)
+        sizes += (triton.cdiv(a.shape[1], 2), triton.cdiv(b.shape[1], 2))
+        constants |= _NVFP4_TILE | {
+            "A_LINES": a.amax.ndim == 2,
+            "B_LINES": b.amax.ndim == 2,
+        }
+    elif _is_blocks(a):
+        kernel, constants = block_mm_kernel, constants | _BLOCK_TILE
+    else:
+        kernel, constants = mx_mm_kernel, constants | _MX_TILE
+    kernel[(sizes[5],)](
+        *(part.contiguous() for part in parts),
         out,
-        table,
-        None if ends_G is None else ends_G.contiguous(),
+        *tables,
         *sizes,
-        **options,
+        **constants,
     )
 
 
 def _has_kernel(a: Codes, b: Codes, dtype: torch.dtype) -> bool:
-    return (
-        dtype is not torch.float64
-        and a.blocks is not Blocks.TILES
-        and a.amax is None
-        and b.amax is None
-        and a.scales.dtype is b.scales.dtype
-    )
+    """Whether both are of one format, and of a kind that the kernels know."""
+    if dtype is torch.float64 or a.blocks is Blocks.TILES or a.scales.dtype is not b.scales.dtype:
+        return False
+    if a.amax is None or b.amax is None:
+        return a.amax is b.amax
+    # Rows that only one side mixed must be unmixed; pairs of columns are not pairs of rows.
+    is_odd = a.blocks is Blocks.COLUMNS and b.blocks is Blocks.TILES
+    return a.is_rotated is b.is_rotated and not is_odd
 
 
 def _is_blocks(operand: Codes) -> bool:

@@ -27,6 +27,7 @@ from backstash.kernels.quantized_matmul.places import (
     load_codes,
     row_offsets,
     row_tile,
+    store_tile,
     units_before,
 )
 
@@ -155,9 +156,7 @@ def block_mm_kernel(
             b_next = _scales_of_b(p_b_scale, b_scale_ld, m_n, TILES, BN)
             total = _add_scaled(total, product, a_scale, b_scale, TILES)
             a_scale, b_scale = a_next, b_next
-        p_tile = p_out + o_out + i_m[:, None] * columns + i_n[None, :]
-        mask = (i_m < left)[:, None] & m_n[None, :]
-        tl.store(p_tile, total.to(p_out.dtype.element_ty), mask=mask)
+        store_tile(p_out + o_out, columns, i_m < left, m_n, total, BM, BN)
 
 
 def turn_blocks(codes_MK: Tensor, ends_G: Tensor | None) -> Tensor:

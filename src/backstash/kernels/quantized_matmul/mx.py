@@ -21,32 +21,12 @@ from backstash.kernels.quantized_matmul.places import (
     column_offsets,
     group_tile,
     load_codes,
+    load_scales,
     row_offsets,
     row_tile,
+    store_tile,
     units_before,
 )
-
-
-@triton.jit
-def _load_scales(
-    p_scales,
-    ld,
-    m_line,
-    m_s,
-    COLUMNS,
-    TILES,
-    B: tl.constexpr,
-    S: tl.constexpr,
-):
-    """Their exponents: ``(B, S)`` or ``(S, B)``; in tiles, 32 lines share one."""
-    i_line, i_s = tl.arange(0, B), tl.arange(0, S)
-    if TILES:
-        i_line = i_line // 32
-    if COLUMNS:
-        o_tile, mask = i_s[:, None] * ld + i_line[None, :], m_s[:, None] & m_line[None, :]
-    else:
-        o_tile, mask = i_line[:, None] * ld + i_s[None, :], m_line[:, None] & m_s[None, :]
-    return tl.load(p_scales + o_tile, mask=mask, other=0)
 
 
 @triton.jit
@@ -88,6 +68,7 @@ def mx_mm_kernel(
 ):
     """Blocks of b lie down columns for ``dx``, those of both for ``dw``; b may be in tiles."""
     S: tl.constexpr = BK // 32
+    SPAN = 32 if TILES else 1
     i_m, i_n, i_j, i_s = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, S)
     for i_tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if IS_DW:
@@ -99,7 +80,7 @@ def mx_mm_kernel(
             o_out = (tl.cast(group, tl.int64) * M + m0) * columns + n0
             left = M - m0
             m_m = i_m < left
-            a_ld, a_scale_ld = M, M
+            a_ld, a_line_ld, a_step_ld = M, 1, M
         else:
             first, left, group, n0, J = row_tile(
                 p_table, i_tile, groups, rows, length, columns, BM, BN
@@ -114,19 +95,19 @@ def mx_mm_kernel(
             o_out = first * columns + n0
             # The tail is written and never read.
             m_m = i_m < tl.where(J > 0, left, 0)
-            a_ld, a_scale_ld = length, tl.cdiv(length, 32)
+            a_ld, a_line_ld, a_step_ld = length, tl.cdiv(length, 32), 1
         m_n = i_n < columns - n0
+        if B_COLUMNS:
+            b_ld, b_line_ld, b_step_ld = columns, 1, tl.cdiv(columns, 32) if TILES else columns
+        else:
+            b_ld, b_line_ld, b_step_ld = length, tl.cdiv(length, 32), 1
         a_step = BK * a_ld if IS_DW else BK
-        b_ld = columns if B_COLUMNS else length
-        b_step = BK * columns if B_COLUMNS else BK
-        b_scale_ld = tl.cdiv(b_ld, 32) if (TILES or not B_COLUMNS) else b_ld
-        a_scale_step = S * a_scale_ld if IS_DW else S
-        b_scale_step = S * b_scale_ld if B_COLUMNS else S
+        b_step = BK * b_ld if B_COLUMNS else BK
         p_a_codes, p_a_scale = p_a + o_a, p_a_scales + o_a_scale
         p_b_codes, p_b_scale = p_b + o_b, p_b_scales + o_b_scale
         m_s = i_s < tl.cdiv(J, 32)
-        a_scale = _load_scales(p_a_scale, a_scale_ld, m_m, m_s, IS_DW, False, BM, S)
-        b_scale = _load_scales(p_b_scale, b_scale_ld, m_n, m_s, B_COLUMNS, TILES, BN, S)
+        a_scale = load_scales(p_a_scale, a_line_ld, a_step_ld, m_m, m_s, IS_DW, 1, BM, S)
+        b_scale = load_scales(p_b_scale, b_line_ld, b_step_ld, m_n, m_s, B_COLUMNS, SPAN, BN, S)
         total = tl.zeros([BM, BN], tl.float32)
         for j in range(0, J, BK):
             m_j = i_j < J - j
@@ -134,15 +115,13 @@ def mx_mm_kernel(
             b = load_codes(p_b_codes, b_ld, m_n, m_j, B_COLUMNS, BN, BK)
             p_a_codes += a_step
             p_b_codes += b_step
-            p_a_scale += a_scale_step
-            p_b_scale += b_scale_step
+            p_a_scale += S * a_step_ld
+            p_b_scale += S * b_step_ld
             m_s = i_s < tl.cdiv(J - j - BK, 32)
-            a_next = _load_scales(p_a_scale, a_scale_ld, m_m, m_s, IS_DW, False, BM, S)
-            b_next = _load_scales(p_b_scale, b_scale_ld, m_n, m_s, B_COLUMNS, TILES, BN, S)
+            a_next = load_scales(p_a_scale, a_line_ld, a_step_ld, m_m, m_s, IS_DW, 1, BM, S)
+            b_next = load_scales(p_b_scale, b_line_ld, b_step_ld, m_n, m_s, B_COLUMNS, SPAN, BN, S)
             a = _values(a, a_scale, IS_DW, BM, BK)
             b = _values(b, b_scale, B_COLUMNS, BN, BK)
             total = tl.dot(a.T if IS_DW else a, b if B_COLUMNS else b.T, total)
             a_scale, b_scale = a_next, b_next
-        p_tile = p_out + o_out + i_m[:, None] * columns + i_n[None, :]
-        mask = (i_m < left)[:, None] & m_n[None, :]
-        tl.store(p_tile, total.to(p_out.dtype.element_ty), mask=mask)
+        store_tile(p_out + o_out, columns, i_m < left, m_n, total, BM, BN)

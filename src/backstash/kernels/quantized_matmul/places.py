@@ -89,3 +89,26 @@ def load_codes(p_codes, ld, m_line, m_j, COLUMNS, B: tl.constexpr, BK):
     else:
         o_tile, mask = i_line[:, None] * ld + i_j[None, :], m_line[:, None] & m_j[None, :]
     return tl.load(p_codes + o_tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(
+    p_scales, line_ld, step_ld, m_line, m_s, TURN, SPAN, B: tl.constexpr, S: tl.constexpr
+):
+    """Scales of B lines as bytes: ``(B, S)``, or ``(S, B)`` to TURN; SPAN lines share one."""
+    i_line, i_s = tl.arange(0, B) // SPAN, tl.arange(0, S)
+    if TURN:
+        o_tile, mask = i_s[:, None] * step_ld + i_line[None, :] * line_ld, m_s[:, None]
+        mask = mask & m_line[None, :]
+    else:
+        o_tile, mask = i_line[:, None] * line_ld + i_s[None, :] * step_ld, m_s[None, :]
+        mask = m_line[:, None] & mask
+    return tl.load(p_scales + o_tile, mask=mask, other=0)
+
+
+@triton.jit
+def store_tile(p_tile, ld, m_m, m_n, total, BM: tl.constexpr, BN: tl.constexpr):
+    """Round the sums of a tile, once, to the dtype of the result."""
+    o_tile = tl.arange(0, BM)[:, None] * ld + tl.arange(0, BN)[None, :]
+    mask = m_m[:, None] & m_n[None, :]
+    tl.store(p_tile + o_tile, total.to(p_tile.dtype.element_ty), mask=mask)
