@@ -8,6 +8,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -123,6 +125,23 @@ def test_every_way_of_taking_rows_takes_those_of_a_plain_tensor(format, take):
     for mine, theirs in zip(got, wanted, strict=True):
         assert isinstance(mine, QuantizedTensor)
         assert torch.equal(mine.dequantize(), theirs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    ranges=st.lists(st.tuples(st.integers(-7, 7), st.integers(-7, 7)), max_size=3),
+    index=st.integers(-6, 5),
+)
+@pytest.mark.parametrize("format", [MXFP8, NVFP4, FLOAT8_CURRENT], ids=name_of)
+def test_any_ranges_of_ranges_are_those_of_a_plain_tensor(format, shape, ranges, index):
+    q = whole(format, Usage.ROWWISE, (*shape, COLUMNS))
+    plain = q.dequantize()
+    for start, end in ranges:
+        q, plain = q[start:end], plain[start:end]
+        assert torch.equal(q.dequantize(), plain)
+    if -len(plain) <= index < len(plain):
+        assert torch.equal(q[index].dequantize(), plain[index])
 
 
 REFUSED = {
