@@ -117,3 +117,17 @@ def test_rotated_columns_are_the_references(counts, options):
     assert_twin_bytes(twin.rotated_column_amax(x, R, ends), of_all)
     check("columns", x, of_all, ends, R, **options)
     check("columns", x, row_amax(of_all).flatten(), ends, R, **options)
+
+
+@by_interpreter
+@by_counts
+def test_both_directions_from_one_launch_are_the_references(counts):
+    from backstash.kernels import nvfp4_both as twin
+
+    x, ends = grouped_values(counts, 19)
+    of_all, rows = (group_amax(x, ends),) * 2, int(ends[-1])
+    got, wanted = (f.quantize_nvfp4_both(x, of_all, ends, None, SEED) for f in (twin, nvfp4))
+    for one, other in zip(got[0], wanted[0], strict=True):
+        assert_twin_bytes(one[:rows], other[:rows])
+    for one, other in zip(got[1], wanted[1], strict=True):
+        assert_twin_bytes(one, other)

@@ -62,9 +62,28 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
     kernels.group_sum(x, ends)
 
 
+def run_nvfp4(x: torch.Tensor, ends: torch.Tensor) -> None:
+    """Call each kernel of NVFP4 once."""
+    amax, seed = kernels.group_amax(x, ends), torch.ones(2, dtype=torch.int64, device="cuda")
+    pair = kernels.quantize_nvfp4_rows(x, amax, ends, seed)
+    kernels.dequantize_nvfp4_rows(*pair, amax, x.shape[1], x.dtype, ends)
+    pair = kernels.quantize_nvfp4_tiles(x, amax, ends)
+    kernels.dequantize_nvfp4_tiles(*pair, amax, x.shape[1], x.dtype, ends)
+    _, pair = kernels.quantize_nvfp4_both(x, (amax, amax), ends)
+    kernels.dequantize_nvfp4_columns(*pair, amax, len(x), x.dtype, ends)
+    rotation = kernels.hadamard_matrix(x.device)
+    amax = kernels.rotated_column_amax(x, rotation, ends)
+    pair = kernels.quantize_nvfp4_columns(x, amax, ends, rotation, seed)
+    kernels.dequantize_nvfp4_columns(*pair, amax, len(x), x.dtype, ends, rotation)
+
+
+KINDS = {"casts": run, "nvfp4": run_nvfp4}
+
+
 def main() -> None:
-    """Run as many splits as the first argument says."""
+    """Run as many splits as the first argument says, with the kernels that the third names."""
     times, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    run = KINDS[sys.argv[3] if len(sys.argv) > 3 else "casts"]
     inputs = [torch.randn(shape).bfloat16().cuda() for shape in SHAPES]
     start = time.monotonic()
     for i in range(times):

@@ -17,19 +17,16 @@ from twin_cases import assert_twin_bytes
 
 pytestmark = pytest.mark.gpu
 
-SWITCHES = ("row_scaled", "hadamard", "stochastic_rounding", "four_over_six")
-FORMATS = [
-    dataclasses.replace(NVFP4, **dict(zip(SWITCHES, on, strict=True)))
-    for on in itertools.product([False, True], repeat=4)
-] + [
-    dataclasses.replace(NVFP4, two_d=True, stochastic_rounding=drawn, four_over_six=four)
-    for drawn, four in itertools.product([False, True], repeat=2)
+OPTIONS = [
+    (),
+    ("row_scaled",),
+    ("hadamard", "stochastic_rounding"),
+    ("row_scaled", "hadamard", "stochastic_rounding", "four_over_six"),
+    ("two_d",),
+    ("two_d", "stochastic_rounding", "four_over_six"),
 ]
-by_format = pytest.mark.parametrize(
-    "format",
-    FORMATS,
-    ids=lambda f: "-".join(k for k, on in vars(f).items() if on is True) or "plain",
-)
+FORMATS = [dataclasses.replace(NVFP4, **dict.fromkeys(on, True)) for on in OPTIONS]
+by_format = pytest.mark.parametrize("format", FORMATS, ids=map("-".join, OPTIONS))
 RANDOM = dataclasses.replace(NVFP4, stochastic_rounding=True)
 
 

@@ -35,6 +35,9 @@ OPTIONS = {
 }
 by_direction = pytest.mark.parametrize("direction", BY_DIRECTION)
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+# Each combination is compiled: where others vary as well, these two stand for all.
+BOTH_ENDS = ["plain", "random-four-over-six"]
+by_most = pytest.mark.parametrize("options", [OPTIONS[k] for k in BOTH_ENDS], ids=BOTH_ENDS)
 
 
 def on_gpu(value):
@@ -60,11 +63,18 @@ def check(direction, x, amax, ends=None, seed=None, four_over_six=False):
 
 
 @by_direction
-@by_options
-@by_dtype
 @by_shape
-def test_codes_scales_and_values_are_the_references(shape, dtype, options, direction):
-    x = values(shape, dtype).flatten(0, -2)
+def test_codes_scales_and_values_are_the_references(shape, direction):
+    x = values(shape).flatten(0, -2)
+    check(direction, x, kernels.amax(x))
+
+
+@by_direction
+@by_most
+@by_dtype
+@pytest.mark.parametrize("columns", [65, 96])
+def test_every_dtype_is_the_references(columns, dtype, options, direction):
+    x = values((33, columns), dtype)
     check(direction, x, kernels.amax(x), **options)
 
 
@@ -81,13 +91,12 @@ def test_special_values_are_the_references(special, options, direction):
 @by_options
 @by_counts
 def test_groups_are_the_references(counts, options, direction):
-    x, ends = grouped_values(counts, 72)
-    for dtype in (torch.float32, torch.bfloat16):
-        check(direction, x.to(dtype), kernels.group_amax(x.to(dtype), ends), ends, **options)
+    x, ends = grouped_values(counts, 65)
+    check(direction, x, kernels.group_amax(x, ends), ends, **options)
 
 
-@by_options
-@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (305, 256)], ids=str)
+@by_most
+@pytest.mark.parametrize("shape", [(33, 65), (305, 256)], ids=str)
 def test_rows_with_a_magnitude_of_their_own_are_the_references(shape, options):
     x = values(shape)
     check("rows", x, kernels.row_amax(x), **options)
@@ -125,13 +134,12 @@ def test_every_bfloat16_has_the_references_code(direction):
     x = bits.view(torch.bfloat16)[torch.randperm(2**16)].view(256, 256)
     for amax in (kernels.amax(x), WHOLE, torch.tensor([1e30])):
         check(direction, x, amax)
-        check(direction, x, amax, four_over_six=True)
 
 
 @by_direction
 def test_random_splits_are_the_references(direction):
-    for counts, tail in random_counts(300):
-        x, ends = grouped_values(counts, 33, tail)
+    for counts, tail in random_counts(100):
+        x, ends = grouped_values(counts, 65, tail)
         check(direction, x, kernels.group_amax(x, ends), ends)
 
 

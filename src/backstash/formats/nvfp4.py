@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -116,30 +116,44 @@ class NVFP4Format(Format):
                 x_MK, amax, ends_G, self._seed(x_MK), four_over_six=self.four_over_six
             )
             return {"codes": codes, "scales": scales, "amax": amax}
-        rows = self._encode_rows(x_MK, ends_G) if Usage.ROWWISE in usage else {}
-        return rows | (self._encode_columns(x_MK, ends_G) if Usage.COLUMNWISE in usage else {})
+        rotation, seed = self._rotation(x_MK.device), self._seed(x_MK)
+        options: dict[str, Any] = {"four_over_six": self.four_over_six}
+        if usage is Usage.ROWWISE:
+            amax = self._row_amax(x_MK, ends_G)
+            rows = kernels.quantize_nvfp4_rows(x_MK, amax, ends_G, seed, **options)
+            return self._row_parts(rows, amax)
+        if usage is Usage.COLUMNWISE:
+            amax = self._column_amax(x_MK, ends_G, rotation)
+            columns = kernels.quantize_nvfp4_columns(x_MK, amax, ends_G, rotation, seed, **options)
+            return self._column_parts(columns, amax, len(x_MK))
+        row_amax = column_amax = self._row_amax(x_MK, ends_G)
+        if self.row_scaled or self.hadamard:
+            column_amax = self._column_amax(x_MK, ends_G, rotation)
+        both = (row_amax, column_amax)
+        rows, columns = kernels.quantize_nvfp4_both(x_MK, both, ends_G, rotation, seed, **options)
+        row_parts = self._row_parts(rows, row_amax)
+        return row_parts | self._column_parts(columns, column_amax, len(x_MK))
 
-    def _encode_rows(self, x_MK: Tensor, ends_G: Tensor | None) -> dict[str, Tensor]:
-        amax = kernels.row_amax(x_MK) if self.row_scaled else _amax(x_MK, ends_G)
-        codes, scales = kernels.quantize_nvfp4_rows(
-            x_MK, amax, ends_G, self._seed(x_MK), four_over_six=self.four_over_six
-        )
-        return {"row_codes": codes, "row_scales": scales, "row_amax": amax}
+    def _row_amax(self, x_MK: Tensor, ends_G: Tensor | None) -> Tensor:
+        return kernels.row_amax(x_MK) if self.row_scaled else _amax(x_MK, ends_G)
 
-    def _encode_columns(self, x_MK: Tensor, ends_G: Tensor | None) -> dict[str, Tensor]:
-        rotation = self._rotation(x_MK.device)
-        if rotation is None:
-            amax = kernels.column_amax(x_MK, ends_G) if self.row_scaled else _amax(x_MK, ends_G)
-        else:
-            amax = kernels.rotated_column_amax(x_MK, rotation, ends_G)
-            amax = amax if self.row_scaled else _largest(amax)
-        codes, scales = kernels.quantize_nvfp4_columns(
-            x_MK, amax, ends_G, rotation, self._seed(x_MK), four_over_six=self.four_over_six
-        )
-        width = kernels.nvfp4_column_bytes(
-            len(x_MK), 1, None if ends_G is None else len(ends_G), self.row_multiple
-        )
-        codes = codes.view(width, x_MK.shape[1])
+    def _column_amax(self, x_MK: Tensor, ends_G: Tensor | None, rotation: Tensor | None) -> Tensor:
+        if rotation is not None:
+            amax_GK = kernels.rotated_column_amax(x_MK, rotation, ends_G)
+            return amax_GK if self.row_scaled else _largest(amax_GK)
+        return kernels.column_amax(x_MK, ends_G) if self.row_scaled else _amax(x_MK, ends_G)
+
+    def _row_parts(self, pair: tuple[Tensor, Tensor], amax: Tensor) -> dict[str, Tensor]:
+        return {"row_codes": pair[0], "row_scales": pair[1], "row_amax": amax}
+
+    def _column_parts(
+        self, pair: tuple[Tensor, Tensor], amax: Tensor, rows: int
+    ) -> dict[str, Tensor]:
+        """The transposed codes are counted in rows of K bytes."""
+        codes, scales = pair
+        groups = len(scales) - -(-rows // self.block)
+        width = kernels.nvfp4_column_bytes(rows, 1, groups or None, self.row_multiple)
+        codes = codes.view(width, scales.shape[1])
         return {"column_codes": codes, "column_scales": scales, "column_amax": amax}
 
     def decode(self, buffers: Mapping[str, Tensor], reading: Reading) -> Tensor:

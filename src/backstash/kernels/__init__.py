@@ -48,6 +48,11 @@ from backstash.kernels.reference.float8_rowwise import (
     quantize_float8_columns,
     quantize_float8_rows,
 )
+from backstash.kernels.reference.float8_turned import (
+    Turned,
+    quantize_float8_rows_and_turned,
+    quantize_float8_turned,
+)
 from backstash.kernels.reference.grouped_mm import (
     add_group_bias,
     group_sum,
@@ -68,6 +73,7 @@ from backstash.kernels.reference.nvfp4 import (
     dequantize_nvfp4_columns,
     dequantize_nvfp4_rows,
     dequantize_nvfp4_tiles,
+    quantize_nvfp4_both,
     quantize_nvfp4_columns,
     quantize_nvfp4_rows,
     quantize_nvfp4_tiles,
@@ -136,10 +142,15 @@ quantize_block_rows = by_device(quantize_block_rows, "float8_block", FLOAT8_GPU)
 quantize_block_tiles = by_device(quantize_block_tiles, "float8_block", FLOAT8_GPU)
 quantize_float8_columns = by_device(quantize_float8_columns, "float8_rowwise", FLOAT8_GPU)
 quantize_float8_rows = by_device(quantize_float8_rows, "float8_rowwise", FLOAT8_GPU)
+quantize_float8_rows_and_turned = by_device(
+    quantize_float8_rows_and_turned, "float8_turned", FLOAT8_GPU
+)
+quantize_float8_turned = by_device(quantize_float8_turned, "float8_turned", FLOAT8_GPU)
 quantize_mx_both = by_device(quantize_mx_both, "cast", FLOAT8_GPU)
 quantize_mx_columns = by_device(quantize_mx_columns, "cast", FLOAT8_GPU)
 quantize_mx_rows = by_device(quantize_mx_rows, "cast", FLOAT8_GPU)
 quantize_mx_tiles = by_device(quantize_mx_tiles, "cast", FLOAT8_GPU)
+quantize_nvfp4_both = by_device(quantize_nvfp4_both, "nvfp4_both", FLOAT8_GPU)
 quantize_nvfp4_columns = by_device(quantize_nvfp4_columns, "nvfp4_columns", FLOAT8_GPU)
 quantize_nvfp4_rows = by_device(quantize_nvfp4_rows, "nvfp4", FLOAT8_GPU)
 quantize_nvfp4_tiles = by_device(quantize_nvfp4_tiles, "nvfp4", FLOAT8_GPU)
@@ -174,6 +185,7 @@ __all__ = [
     "Codes",
     "PoolState",
     "Scaled",
+    "Turned",
     "activate",
     "activate_backward",
     "add_group_bias",
@@ -216,10 +228,13 @@ __all__ = [
     "quantize_block_tiles",
     "quantize_float8_columns",
     "quantize_float8_rows",
+    "quantize_float8_rows_and_turned",
+    "quantize_float8_turned",
     "quantize_mx_both",
     "quantize_mx_columns",
     "quantize_mx_rows",
     "quantize_mx_tiles",
+    "quantize_nvfp4_both",
     "quantize_nvfp4_columns",
     "quantize_nvfp4_rows",
     "quantize_nvfp4_tiles",

@@ -76,7 +76,7 @@ def rotate_back(y):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "rows"])
 def _rotated_amax_kernel(
     p_x,
     p_amax,

@@ -47,20 +47,23 @@ def _load_amax(p_amax, i_row, m_row, group, groups, row_stride):
 
 
 @triton.jit
-def _quantize_kernel(
+def along_rows(
     p_x,
     p_codes,
     p_row_scales,
     p_tile_scales,
     p_amax,
     p_seed,
-    p_table,
+    first,
+    end,
+    group,
     groups,
-    rows,
     columns,
     width,
     row_stride,
     amax_stride,
+    i_rows,
+    i_chunk,
     B: tl.constexpr,
     BC: tl.constexpr,
     STEPS: tl.constexpr,
@@ -71,9 +74,6 @@ def _quantize_kernel(
     """Codes of B rows and ``BC * STEPS`` blocks of columns; ``2^WIDE`` values a load."""
     TILES: tl.constexpr = p_tile_scales is not None
     blocks = tl.cdiv(columns, 16)
-    chunks = tl.cdiv(blocks, BC * STEPS)
-    i_rows, i_chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    first, end, group = locate_block(p_table, rows, i_rows, B)
     # The tail is not read; its codes are nobody's.
     end = tl.where(group < groups, end, first)
     o_first = tl.cast(first, tl.int64)
@@ -107,7 +107,39 @@ def _quantize_kernel(
         tl.store(p_codes + (o_row[:, None] * width + i_byte), codes, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "rows"])
+def _quantize_kernel(
+    p_x,
+    p_codes,
+    p_row_scales,
+    p_tile_scales,
+    p_amax,
+    p_seed,
+    p_table,
+    groups,
+    rows,
+    columns,
+    width,
+    row_stride,
+    amax_stride,
+    B: tl.constexpr,
+    BC: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    chunks = tl.cdiv(tl.cdiv(columns, 16), BC * STEPS)
+    i_rows = tl.program_id(0) // chunks
+    first, end, group = locate_block(p_table, rows, i_rows, B)
+    along_rows(
+        p_x, p_codes, p_row_scales, p_tile_scales, p_amax, p_seed, first, end, group, groups,
+        columns, width, row_stride, amax_stride, i_rows, tl.program_id(0) % chunks,
+        B, BC, STEPS, WIDE, CANDIDATES, OFFSET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["groups", "rows"])
 def _dequantize_kernel(
     p_codes,
     p_row_scales,

@@ -32,7 +32,7 @@ from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_
 _BLOCKS, _COLUMNS = 4, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "rows", "blocks", "bound"])
 def _table_kernel(
     p_ends,
     p_table,
@@ -134,7 +134,7 @@ def _load_amax(p_amax, group, groups, i_column, columns, group_stride):
 
 
 @triton.jit
-def _quantize_kernel(
+def down_columns(
     p_x,
     p_codes,
     p_scales,
@@ -149,15 +149,16 @@ def _quantize_kernel(
     width,
     row_stride,
     amax_stride,
+    i_program,
     NB: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
+    """Codes of NB blocks of rows in BK columns, of which a thread gets V side by side."""
     chunks = tl.cdiv(columns, BK)
-    i_block = (tl.program_id(0) // chunks) * NB + tl.arange(0, NB)
-    # A thread gets V columns side by side.
-    i_column = tl.max_contiguous((tl.program_id(0) % chunks) * BK + tl.arange(0, BK), V)
+    i_block = (i_program // chunks) * NB + tl.arange(0, NB)
+    i_column = tl.max_contiguous((i_program % chunks) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     first, end, group, prefix, width, before = _locate(
         p_table, rows, width, i_block, blocks, p_rotation is not None
@@ -185,7 +186,34 @@ def _quantize_kernel(
     tl.store(p_byte, tl.reshape(codes, [NB, BK, 8]), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "rows", "blocks"])
+def _quantize_kernel(
+    p_x,
+    p_codes,
+    p_scales,
+    p_amax,
+    p_rotation,
+    p_seed,
+    p_table,
+    groups,
+    rows,
+    columns,
+    blocks,
+    width,
+    row_stride,
+    amax_stride,
+    NB: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    down_columns(
+        p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
+        blocks, width, row_stride, amax_stride, tl.program_id(0), NB, BK, V, CANDIDATES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["groups", "rows", "blocks"])
 def _dequantize_kernel(
     p_codes,
     p_scales,
@@ -245,10 +273,8 @@ def quantize_nvfp4_columns(
     """
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    groups, multiple = None if ends_G is None else len(ends_G), _multiple(rotation_BB)
-    size = nvfp4_column_bytes(rows, columns, groups, multiple)
-    codes = torch.empty(size, dtype=torch.uint8, device=x_MK.device)
-    scales_SK = new_bytes(block_count(rows, ends_G, NVFP4_BLOCK), columns, like=x_MK)
+    multiple = row_multiple(rotation_BB)
+    codes, scales_SK = new_columns(x_MK, ends_G, multiple)
     tile, programs = _tile(scales_SK)
     if programs:
         _quantize_kernel[(programs,)](
@@ -258,12 +284,12 @@ def quantize_nvfp4_columns(
             amax.contiguous(),
             rotation_BB,
             seed,
-            _table(ends_G, rows, multiple),
+            column_table(ends_G, rows, multiple),
             group_number(ends_G),
             rows,
             columns,
             len(scales_SK),
-            _width(rows, multiple),
+            column_width(rows, ends_G, multiple),
             x_MK.stride(0),
             amax.shape[1] if amax.ndim == 2 else None,
             **tile,
@@ -282,7 +308,7 @@ def dequantize_nvfp4_columns(
     rotation_BB: Tensor | None = None,
 ) -> Tensor:
     """Values ``(rows, K)`` of :func:`quantize_nvfp4_columns`, rotated back; the tail is zero."""
-    scales_SK, multiple = scales_SK.contiguous(), _multiple(rotation_BB)
+    scales_SK, multiple = scales_SK.contiguous(), row_multiple(rotation_BB)
     y_MK = torch.empty(rows, scales_SK.shape[1], dtype=dtype, device=codes.device)
     tile, programs = _tile(scales_SK)
     if programs:
@@ -292,29 +318,37 @@ def dequantize_nvfp4_columns(
             amax.contiguous(),
             rotation_BB,
             y_MK,
-            _table(ends_G, rows, multiple),
+            column_table(ends_G, rows, multiple),
             group_number(ends_G),
             rows,
             scales_SK.shape[1],
             len(scales_SK),
-            _width(rows, multiple),
+            column_width(rows, ends_G, multiple),
             amax.shape[1] if amax.ndim == 2 else None,
             **tile,
         )
     return y_MK
 
 
-def _multiple(rotation_BB: Tensor | None) -> int:
+def new_columns(x_MK: Tensor, ends_G: Tensor | None, multiple: int) -> tuple[Tensor, Tensor]:
+    """Codes, flat, and scales ``(S, K)`` that nobody has written yet."""
+    rows, columns = x_MK.shape
+    size = nvfp4_column_bytes(rows, columns, None if ends_G is None else len(ends_G), multiple)
+    codes = torch.empty(size, dtype=torch.uint8, device=x_MK.device)
+    return codes, new_bytes(block_count(rows, ends_G, NVFP4_BLOCK), columns, like=x_MK)
+
+
+def row_multiple(rotation_BB: Tensor | None) -> int:
     """To how many rows the columns of a group are padded."""
     return 2 if rotation_BB is None else NVFP4_BLOCK
 
 
-def _width(rows: int, multiple: int) -> int:
-    """Bytes of a column of a matrix without groups."""
-    return triton.cdiv(rows, multiple) * multiple // 2
+def column_width(rows: int, ends_G: Tensor | None, multiple: int) -> int:
+    """Bytes of a column of a matrix without groups; the table knows those of groups."""
+    return triton.cdiv(rows, multiple) * multiple // 2 if ends_G is None else 0
 
 
-def _table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | None:
+def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | None:
     """Where the rows and the bytes of each block are: int32 ``(S, 8)``."""
     if ends_G is None:
         return None

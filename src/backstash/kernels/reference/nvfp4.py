@@ -108,6 +108,27 @@ def quantize_nvfp4_columns(
     return pack_columns(_pairs(codes_SKB), len(x_MK), ends_G, multiple), scales_SK
 
 
+def quantize_nvfp4_both(
+    x_MK: Tensor,
+    amax: tuple[Tensor, Tensor],
+    ends_G: Tensor | None = None,
+    rotation_BB: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    four_over_six: bool = False,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Codes and scales along rows, and those down columns, which are what may be rotated.
+
+    ``amax`` has one tensor for each direction.  One seed is enough: the two draw from streams
+    of their own.
+    """
+    rows = quantize_nvfp4_rows(x_MK, amax[0], ends_G, seed, four_over_six=four_over_six)
+    columns = quantize_nvfp4_columns(
+        x_MK, amax[1], ends_G, rotation_BB, seed, four_over_six=four_over_six
+    )
+    return rows, columns
+
+
 def dequantize_nvfp4_columns(
     codes: Tensor,
     scales_SK: Tensor,

@@ -1,0 +1,133 @@
+"""NVFP4 along rows and down columns on a GPU, in one launch.
+
+Each direction has its own best layout, so no program does both.  Programs of the two take
+turns over the same rows at the same pace: what one has read from memory, the other finds in
+the cache.
+
+Letters: M rows, K columns, G groups, S blocks of 16 rows, C blocks of 16 columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backstash.kernels.blocks import group_number, new_bytes, unit_columns
+from backstash.kernels.nvfp4 import along_rows, cast_options
+from backstash.kernels.nvfp4_columns import (
+    column_table,
+    column_width,
+    down_columns,
+    new_columns,
+    row_multiple,
+)
+from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
+
+# A program of each direction has as many values: 16 rows by 256, or 64 rows by 64 columns.
+_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 16, 4, 64, 2
+
+
+@triton.jit(do_not_specialize=["groups", "rows", "blocks"])
+def _quantize_kernel(
+    p_x,
+    p_row_codes,
+    p_row_scales,
+    p_row_amax,
+    p_codes,
+    p_scales,
+    p_amax,
+    p_rotation,
+    p_seed,
+    p_table,
+    groups,
+    rows,
+    columns,
+    blocks,
+    row_width,
+    width,
+    row_stride,
+    row_amax_stride,
+    amax_stride,
+    BC: tl.constexpr,
+    NB: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    i_program = tl.program_id(0) // 2
+    if tl.program_id(0) % 2 == 0:
+        chunks = tl.cdiv(tl.cdiv(columns, 16), BC)
+        i_rows = i_program // chunks
+        if i_rows < blocks:
+            if p_table is None:
+                first = i_rows * 16
+                end, group = tl.minimum(first + 16, rows), i_rows * 0
+            else:
+                first = tl.load(p_table + i_rows * 8)
+                end = tl.load(p_table + i_rows * 8 + 1)
+                group = tl.load(p_table + i_rows * 8 + 2)
+            along_rows(
+                p_x, p_row_codes, p_row_scales, None, p_row_amax, p_seed, first, end, group,
+                groups, columns, row_width, row_stride, row_amax_stride, i_rows,
+                i_program % chunks, 16, BC, 1, WIDE, CANDIDATES, OFFSET,
+            )  # fmt: skip
+    elif i_program < tl.cdiv(blocks, NB) * tl.cdiv(columns, BK):
+        down_columns(
+            p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
+            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, CANDIDATES,
+        )  # fmt: skip
+
+
+def quantize_nvfp4_both(
+    x_MK: Tensor,
+    amax: tuple[Tensor, Tensor],
+    ends_G: Tensor | None = None,
+    rotation_BB: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    four_over_six: bool = False,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Codes and scales along rows, and those down columns; the transform is for columns."""
+    x_MK = unit_columns(x_MK)
+    rows, columns = x_MK.shape
+    multiple, slices = row_multiple(rotation_BB), triton.cdiv(columns, NVFP4_BLOCK)
+    along_rows = new_bytes(rows, -(-columns // 2), x_MK), new_bytes(rows, slices, x_MK)
+    down_columns = new_columns(x_MK, ends_G, multiple)
+    blocks = len(down_columns[1])
+    tile: dict[str, Any] = {
+        "BC": _ROW_BLOCKS, "NB": _BLOCKS, "BK": _COLUMNS, "V": _COLUMNS_A_THREAD
+    }  # fmt: skip
+    programs = max(
+        blocks * triton.cdiv(slices, _ROW_BLOCKS),
+        triton.cdiv(blocks, _BLOCKS) * triton.cdiv(columns, _COLUMNS),
+    )
+    row_amax, column_amax = amax
+    if programs:
+        _quantize_kernel[(2 * programs,)](
+            x_MK,
+            *along_rows,
+            row_amax,
+            *down_columns,
+            column_amax.contiguous(),
+            rotation_BB,
+            seed,
+            column_table(ends_G, rows, multiple),
+            group_number(ends_G),
+            rows,
+            columns,
+            blocks,
+            along_rows[0].shape[1],
+            column_width(rows, ends_G, multiple),
+            x_MK.stride(0),
+            row_amax.stride(0) if row_amax.ndim == 2 else None,
+            column_amax.shape[1] if column_amax.ndim == 2 else None,
+            **tile,
+            **cast_options(x_MK),
+            CANDIDATES=1 + four_over_six,
+        )
+    return along_rows, down_columns

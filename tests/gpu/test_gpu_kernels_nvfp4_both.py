@@ -1,0 +1,66 @@
+"""NVFP4 in both directions from one launch: what one launch for each gives."""
+
+import pytest
+import torch
+
+from backstash import kernels
+from host_reads import no_host_reads
+from quantizer_cases import grouped_values, values
+from twin_cases import assert_twin_bytes, random_counts
+
+pytestmark = pytest.mark.gpu
+
+SEED = torch.tensor([11, 12])
+R = kernels.hadamard_matrix(torch.device("cpu"))
+
+
+def check(x, ends=None, rotation=None, seed=None, row_scaled=False, four_over_six=False):
+    """Every byte, but for rows past the last group along rows."""
+    rows = len(x) if ends is None else int(ends[-1])
+    x, ends, rotation, seed = (
+        value if value is None else value.cuda() for value in (x, ends, rotation, seed)
+    )
+    if row_scaled:
+        amax = kernels.row_amax(x), kernels.column_amax(x, ends)
+    else:
+        amax = (kernels.amax(x) if ends is None else kernels.group_amax(x, ends),) * 2
+    options = {"four_over_six": four_over_six}
+    with no_host_reads():
+        got_rows, got_columns = kernels.quantize_nvfp4_both(
+            x, amax, ends, rotation, seed, **options
+        )
+    wanted = kernels.quantize_nvfp4_rows(x, amax[0], ends, seed, **options)
+    for got, expected in zip(got_rows, wanted, strict=True):
+        assert_twin_bytes(got[:rows], expected[:rows])
+    wanted = kernels.quantize_nvfp4_columns(x, amax[1], ends, rotation, seed, **options)
+    for got, expected in zip(got_columns, wanted, strict=True):
+        assert_twin_bytes(got, expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["matrix", "groups"])
+@pytest.mark.parametrize("columns", [7, 64, 300, 2048])
+def test_one_launch_gives_what_two_give(columns, grouped):
+    x, ends = grouped_values([33, 0, 64, 1, 95], columns)
+    check(x.bfloat16() if grouped else x.bfloat16()[:193], ends if grouped else None)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["matrix", "groups"])
+@pytest.mark.parametrize(
+    "options",
+    [{"rotation": R}, {"row_scaled": True}, {"rotation": R, "seed": SEED, "four_over_six": True}],
+    ids=["rotated", "row-scaled", "rotated-random-four-over-six"],
+)
+def test_every_option_gives_the_same(options, grouped):
+    x, ends = grouped_values([33, 0, 64, 1, 95], 96)
+    check(x if grouped else x[:193], ends if grouped else None, **options)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (1, 1)], ids=str)
+def test_matrices_of_next_to_nothing_give_the_same(shape):
+    check(values(shape))
+
+
+def test_random_splits_give_the_same():
+    for counts, tail in random_counts(100):
+        x, ends = grouped_values(counts, 96, tail)
+        check(x, ends)
