@@ -6,7 +6,7 @@ for, so each buffer is an allocation of its own, and half of the splits fill the
 row.  Matrices have one of a few shapes, because a checker takes long over each new kernel; run
 it once without the checker first, so that all kernels are compiled.
 
-Arguments: how many splits, and the seed of the first (0).
+Arguments: how many splits, the seed of the first (0), and which kernels: ``casts`` or ``nvfp4``.
 """
 
 import os
