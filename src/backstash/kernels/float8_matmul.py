@@ -44,6 +44,27 @@ def _padded_ends_kernel(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: 
 
 
 @triton.jit
+def start_of(p_ends, group, rows):
+    """The first row of a group, inside the buffer whatever the ends say."""
+    start = tl.load(p_ends + group - 1, mask=group > 0, other=0)
+    return tl.minimum(tl.maximum(start, 0), rows)
+
+
+@triton.jit
+def zero_empty_group(
+    p_turned, p_ends, p_padded, group, rows, i_column, m_column, turned_stride, UNIT: tl.constexpr
+):
+    """Write the unit of zeros that stands for a group without rows."""
+    end = tl.minimum(tl.maximum(tl.load(p_ends + group), 0), rows)
+    if end <= start_of(p_ends, group, rows):
+        last = tl.multiple_of(tl.load(p_padded + group), UNIT)
+        i_to = (last - UNIT + tl.arange(0, UNIT)).to(tl.int64)
+        p_tile = p_turned + i_column[:, None] * turned_stride + i_to[None, :]
+        zeros = tl.zeros([m_column.shape[0], UNIT], p_turned.dtype.element_ty)
+        tl.store(p_tile, zeros, mask=m_column[:, None])
+
+
+@triton.jit
 def _transpose_groups_kernel(
     p_codes,
     p_turned,
@@ -67,9 +88,8 @@ def _transpose_groups_kernel(
     if i_block < blocks:
         first, end, group = locate_block(p_table, rows, i_block, B)
         if group < groups and first < end:
-            start = tl.load(p_ends + group - 1, mask=group > 0, other=0)
-            start = tl.minimum(tl.maximum(start, 0), rows)
-            to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first - start
+            to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first
+            to -= start_of(p_ends, group, rows)
             # A whole tile is followed by the next; the last of a group by zeros to its end.
             last = tl.minimum(tl.load(p_padded + group), to + B)
             to, last = tl.multiple_of(to, UNIT), tl.multiple_of(last, UNIT)
@@ -82,15 +102,17 @@ def _transpose_groups_kernel(
             p_tile = p_turned + i_column[:, None] * turned_stride + i_to.to(tl.int64)[None, :]
             tl.store(p_tile, tl.trans(codes), mask=mask)
     else:
-        group = i_block - blocks
-        end = tl.minimum(tl.maximum(tl.load(p_ends + group), 0), rows)
-        start = tl.load(p_ends + group - 1, mask=group > 0, other=0)
-        start = tl.minimum(tl.maximum(start, 0), rows)
-        if end <= start:
-            last = tl.multiple_of(tl.load(p_padded + group), UNIT)
-            i_to = (last - UNIT + tl.arange(0, UNIT)).to(tl.int64)
-            p_tile = p_turned + i_column[:, None] * turned_stride + i_to[None, :]
-            tl.store(p_tile, tl.zeros([B, UNIT], tl.uint8), mask=m_column[:, None])
+        zero_empty_group(
+            p_turned,
+            p_ends,
+            p_padded,
+            i_block - blocks,
+            rows,
+            i_column,
+            m_column,
+            turned_stride,
+            UNIT,
+        )
 
 
 def float8_mm(
@@ -152,13 +174,11 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = codes_TK.shape
     ends_G = ends_G.int().contiguous()
     groups = len(ends_G)
-    padded_G = torch.empty(groups, dtype=torch.int32, device=codes_TK.device)
-    tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": triton.next_power_of_2(groups)}
-    _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
+    padded_G = write_padded_ends(ends_G, rows)
     turned_KP = new_bytes(columns, padded_columns(rows, groups), like=codes_TK)
     blocks = block_count(rows, ends_G, _TILE)
     programs = (blocks + groups) * triton.cdiv(columns, _TILE)
-    tile = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
+    tile: dict[str, Any] = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
     if programs:
         _transpose_groups_kernel[(programs,)](
             codes_TK.view(torch.uint8),
@@ -175,6 +195,15 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
             **tile,
         )
     return turned_KP.view(codes_TK.dtype), padded_G
+
+
+def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:
+    """Where each group ends after padding: int32, at least one unit for each."""
+    groups = len(ends_G)
+    padded_G = torch.empty(groups, dtype=torch.int32, device=ends_G.device)
+    tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": triton.next_power_of_2(groups)}
+    _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
+    return padded_G
 
 
 def _torch_takes(a: Scaled, b: Scaled, groups: int, dtype: torch.dtype) -> bool:

@@ -1,0 +1,65 @@
+"""Float8 columns that are turned as they are quantized, for a product that follows at once.
+
+Columns that are saved keep the matrix's own order, so that their valid rows are a prefix.  A
+gradient is read by its two products and gone: its columns may be written the way the weight
+gradient reads them, which spares a pass over the codes, and in the same pass as its rows.
+
+Letters: T rows of the buffer, K columns, G groups, P columns with padding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backstash.kernels.reference.float8_mm import transpose_groups
+from backstash.kernels.reference.float8_rowwise import (
+    quantize_float8_columns,
+    quantize_float8_rows,
+)
+
+
+class Turned(NamedTuple):
+    """Columns of groups as rows: codes ``(K, P)``, inverse scales ``(G, K)``, ends ``(G,)``.
+
+    Codes and ends are those of :func:`~backstash.kernels.reference.float8_mm.transpose_groups`.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    padded_ends_G: Tensor
+
+
+def quantize_float8_turned(
+    x_TK: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
+) -> Turned:
+    """The columns of ``quantize_float8_columns``, turned."""
+    codes_TK, scale_inv_GK = quantize_float8_columns(
+        x_TK, code_dtype, ends_G, epsilon=epsilon, power_of_two=power_of_two
+    )
+    turned_KP, padded_G = transpose_groups(codes_TK.view(code_dtype), ends_G)
+    return Turned(turned_KP, scale_inv_GK, padded_G)
+
+
+def quantize_float8_rows_and_turned(
+    x_TK: Tensor,
+    code_dtype: torch.dtype,
+    ends_G: Tensor,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
+) -> tuple[tuple[Tensor, Tensor], Turned]:
+    """The rows of ``quantize_float8_rows`` and the columns of :func:`quantize_float8_turned`.
+
+    Codes and scales of rows in the tail are unspecified.
+    """
+    options = {"epsilon": epsilon, "power_of_two": power_of_two}
+    rows = quantize_float8_rows(x_TK, code_dtype, **options)
+    return rows, quantize_float8_turned(x_TK, code_dtype, ends_G, **options)

@@ -1,0 +1,34 @@
+"""Columns that are turned as they are quantized are the columns that others quantize, turned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from backstash import kernels
+
+SPLITS = {"awkward": ([5, 0, 31, 1], 40), "empty": ([0, 0], 3), "whole": ([16, 32], 48)}
+OPTIONS = {"plain": {}, "power-of-two": {"power_of_two": True}, "epsilon": {"epsilon": 1.0}}
+
+
+@pytest.mark.parametrize(("counts", "rows"), SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rows_and_turned_columns_are_those_of_two_quantizations(
+    counts: list[int], rows: int, options: dict[str, Any], code: torch.dtype
+) -> None:
+    x, ends_G = torch.randn(rows, 24), torch.tensor(counts).cumsum(0).int()
+    (codes, scale_inv), turned = kernels.quantize_float8_rows_and_turned(x, code, ends_G, **options)
+    wanted, wanted_scale_inv = kernels.quantize_float8_rows(x, code, **options)
+    assert torch.equal(codes, wanted)
+    assert torch.equal(scale_inv, wanted_scale_inv)
+    columns, columns_scale_inv = kernels.quantize_float8_columns(x, code, ends_G, **options)
+    wanted, padded_G = kernels.transpose_groups(columns, ends_G)
+    for found in (turned, kernels.quantize_float8_turned(x, code, ends_G, **options)):
+        assert found.codes.dtype is code
+        assert torch.equal(found.padded_ends_G, padded_G)
+        assert torch.equal(found.scale_inv, columns_scale_inv)
+        end = int(padded_G[-1])
+        assert torch.equal(found.codes.view(torch.uint8)[:, :end], wanted[:, :end])
