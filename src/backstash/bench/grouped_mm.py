@@ -3,7 +3,8 @@
 Ours leave nothing unwritten, neither the tail of an output nor the gradient of an empty
 group's weight; the yardstick does, and so is not quite the same work.  Forward, and both
 gradients, with groups of one size and with a skew (Dirichlet with concentration 0.3), in
-bfloat16 and in float8 rows (:mod:`backstash.bench.grouped_float8`).
+bfloat16, in float8 rows (:mod:`backstash.bench.grouped_float8`) and on codes of blocks
+(:mod:`backstash.bench.grouped_codes`).
 
 Letters: T rows, K input features, N output features, G groups.
 """
@@ -20,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backstash import kernels
-from backstash.bench import grouped_float8
+from backstash.bench import grouped_codes, grouped_float8
 from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
@@ -30,6 +31,8 @@ from backstash.errors import DeviceError
 SIZES = ((262144, 2048, 1536, 128), (262144, 768, 2048, 128), (32768, 7168, 2048, 64))
 TARGETS = {"balanced": 0.97, "skewed": 1.1}
 CONCENTRATION = 0.3
+# What is compared beside bfloat16, by the name it has in the table.
+CODES = {"float8 ": grouped_float8.works, "": grouped_codes.works}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,10 +69,11 @@ def measure(repeats: int) -> list[MatmulRow]:
                 pair = time_gpu_pair(ours, theirs, repeats)
                 rows.append(_row(f"{what}, {load}", size, target, pair))
             ends_G = group_ends(size[0], size[3], load).cuda()
-            for work in grouped_float8.works(size, ends_G):
-                check_outputs(work.what, work.ours(), work.theirs(), work.tolerance)
-                pair = time_gpu_pair(work.ours, work.theirs, repeats)
-                rows.append(_row(f"float8 {work.what}, {load}", size, work.target, pair))
+            for name, works in CODES.items():
+                for work in works(size, ends_G):
+                    check_outputs(work.what, work.ours(), work.theirs(), work.tolerance)
+                    pair = time_gpu_pair(work.ours, work.theirs, repeats)
+                    rows.append(_row(f"{name}{work.what}, {load}", size, work.target, pair))
     return rows
 
 
