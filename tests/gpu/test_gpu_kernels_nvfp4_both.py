@@ -14,16 +14,19 @@ SEED = torch.tensor([11, 12])
 R = kernels.hadamard_matrix(torch.device("cpu"))
 
 
+def on_gpu(value):
+    return None if value is None else value.cuda()
+
+
 def check(x, ends=None, rotation=None, seed=None, row_scaled=False, four_over_six=False):
     """Every byte, but for rows past the last group along rows."""
     rows = len(x) if ends is None else int(ends[-1])
-    x, ends, rotation, seed = (
-        value if value is None else value.cuda() for value in (x, ends, rotation, seed)
-    )
+    x, ends, rotation, seed = x.cuda(), on_gpu(ends), on_gpu(rotation), on_gpu(seed)
     if row_scaled:
         amax = kernels.row_amax(x), kernels.column_amax(x, ends)
     else:
-        amax = (kernels.amax(x) if ends is None else kernels.group_amax(x, ends),) * 2
+        one = kernels.amax(x) if ends is None else kernels.group_amax(x, ends)
+        amax = one, one
     options = {"four_over_six": four_over_six}
     with no_host_reads():
         got_rows, got_columns = kernels.quantize_nvfp4_both(

@@ -7,6 +7,9 @@ the order of the rows.  Columns of the matrix whose first signs agree share thei
 Letters: M rows, K columns, G groups, B rows of a program.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any

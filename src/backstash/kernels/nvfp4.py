@@ -6,6 +6,10 @@ side by side.  Tiles of 16 by 16 are sixteen such blocks whose largest magnitude
 Letters: M rows, K columns, G groups, S blocks of rows, C blocks of columns, B rows of a program.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -7,6 +7,9 @@ the cache.
 Letters: M rows, K columns, G groups, S blocks of 16 rows, C blocks of 16 columns.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -10,6 +10,10 @@ has the exponent of the value, but no less than that of the smallest normal code
 the steps of a format stay equal.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

@@ -9,6 +9,9 @@ blocks that no group needs get a piece each of what is past the last group, and 
 Letters: M rows, K columns, G groups, S blocks of 16 rows, B = 16.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any
