@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import backstash as bs
 from backstash.kernels import FLOAT8_UNIT
-from backstash.nn import operands
+from backstash.nn import operands, product
+from backstash.nn.product import Path
 from product_cases import COUNTS
 from product_cases import operands as operands_of
 
@@ -58,3 +62,46 @@ def test_tiles_are_given_as_tiles_and_only_columns_are_rotated() -> None:
     for usage in bs.Usage:
         q = format.quantize(x, usage)
         assert operands.blocks(q, usage).is_rotated == (usage is bs.Usage.COLUMNWISE)
+
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    "GroupedLinear": lambda **options: bs.GroupedLinear(len(COUNTS), 32, 48, **options),
+    "GroupedMLP": lambda **options: bs.GroupedMLP(len(COUNTS), 32, 48, **options),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("delay", [False, True], ids=["at-once", "delayed"])
+@pytest.mark.parametrize("frozen", ["nothing", "input"])
+def test_a_layer_that_reads_turned_codes_has_the_gradients_of_one_that_decodes(
+    layer: str, delay: bool, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codes are the same, so only the order of sums differs."""
+    found = []
+    for path in (Path.VALUES, Path.FLOAT8):
+        monkeypatch.setattr(product, "choose", lambda matmul, path=path: path)
+        torch.manual_seed(1)
+        module = LAYERS[layer](delay_wgrad_compute=delay)
+        x = torch.randn(40, 32)
+        x[sum(COUNTS) :] = float("nan")
+        x.requires_grad_(frozen == "nothing")
+        with bs.autocast(recipe="float8_rowwise"):
+            y = module(x, COUNTS)
+        y.backward(torch.randn(y.shape))
+        if delay:
+            module.backward_dw()
+        weights = [parameter.grad for parameter in module.parameters()]
+        found.append([y.detach(), *weights, *([x.grad] if x.requires_grad else [])])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_columns_wait_for_their_product_only_in_groups_of_rows() -> None:
+    x, ends_G = torch.randn(37, 32), torch.tensor(COUNTS).cumsum(0).int()
+    columns = operands.columns_of(bs.FLOAT8_ROWWISE, x, ends_G)
+    assert columns is not None
+    quantized = bs.FLOAT8_ROWWISE.quantize(bs.GroupedTensor(x, ends_G), bs.Usage.COLUMNWISE)
+    assert torch.equal(columns.quantized(), quantized.data)
+    assert operands.columns_of(bs.FLOAT8_ROWWISE, x, None) is None
+    assert operands.columns_of(bs.FLOAT8_CURRENT, x, ends_G) is None

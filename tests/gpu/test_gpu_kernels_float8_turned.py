@@ -57,7 +57,7 @@ def test_random_splits_are_the_references(columns: int) -> None:
 
 @by_special
 @pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
-def test_special_values_are_the_references(special: str, code: torch.dtype) -> None:
+def test_special_values_are_the_references(special: list[float], code: torch.dtype) -> None:
     x = special_matrix(special)
     ends_G = torch.tensor([0, len(x) // 3, len(x) + 5])
     check(x, ends_G, code)

@@ -237,6 +237,8 @@ def _rows(operand: Scaled) -> Tensor:
 
 
 def _aligned(codes: Tensor) -> Tensor:
-    """The codes, rows side by side from an address that the unit can read from."""
-    codes = codes.contiguous()
+    """The codes, what is added up side by side, lines at addresses that the unit can read from."""
+    *strides, step = codes.stride()
+    if step != 1 or any(stride % FLOAT8_UNIT for stride in strides):
+        codes = codes.contiguous()
     return codes.clone() if codes.storage_offset() % FLOAT8_UNIT else codes

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from backstash import kernels
-from backstash.formats import Format, HighPrecisionFormat, Usage
+from backstash.formats import Float8Rowwise, Format, HighPrecisionFormat, Usage
+from backstash.nn.operands import Columns, columns_of, rows_and_columns
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Recipe, Role, Step
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
@@ -57,9 +58,16 @@ class Call:
         phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
         return self._read(operand, phase, x, Usage.ROWWISE, ends_G)
 
-    def columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:
-        """``x`` as the matmul over its rows reads it."""
-        return self._read(operand, Phase.BACKWARD, x, self._column_usage, ends_G)
+    def columns(
+        self, operand: Operand, x: Tensor, ends_G: Tensor | None = None
+    ) -> Tensor | Columns:
+        """``x`` as the matmul over its rows reads it, which may be to quantize it itself."""
+        usage = self._column_usage
+        if usage is Usage.COLUMNWISE and not isinstance(x, QuantizedTensor):
+            format = self.format(operand, Phase.BACKWARD).along(usage)
+            if (columns := columns_of(format, x, ends_G)) is not None:
+                return columns
+        return self._read(operand, Phase.BACKWARD, x, usage, ends_G)
 
     def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_operand`."""
@@ -92,11 +100,18 @@ class Call:
         both = self._quantize(Operand.INPUT, format, x, Usage.BOTH, ends_G)
         return both.only(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
 
-    def gradient_pair(self, dy: Tensor, ends_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output gradient for both backward matmuls: one pass over ``dy``."""
+    def gradient_pair(
+        self, dy: Tensor, ends_G: Tensor | None = None, *, turned: bool = False
+    ) -> tuple[Tensor, Tensor | Columns]:
+        """The output gradient for both backward matmuls: one pass over ``dy``.
+
+        With ``turned`` the columns are already as a float8 unit reads them.
+        """
         format = self.format(Operand.GRADIENT, Phase.BACKWARD)
         if _is_plain(format):
             return dy, dy
+        if turned and isinstance(format, Float8Rowwise) and ends_G is not None:
+            return rows_and_columns(format, dy, ends_G)
         both = self._quantize(Operand.GRADIENT, format, dy, Usage.BOTH, ends_G)
         return both.only(Usage.ROWWISE), both.only(Usage.COLUMNWISE)
 

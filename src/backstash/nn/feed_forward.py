@@ -23,6 +23,7 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.nn.call import Kept
+from backstash.nn.operands import Columns
 from backstash.nn.projection import Needs, Projection
 from backstash.recipes import Operand
 
@@ -96,14 +97,14 @@ class FeedForward:
         self,
         dy_TH: Tensor,
         kept_h: Any,
-        read_x: Callable[[], Tensor],
+        read_x: Callable[[], Tensor | Columns],
         parameters: tuple[Weights, Rows],
         wanted: Wanted,
     ) -> tuple[Tensor | None, Tensor | None, Weights]:
         """Give the gradients of the rows, of the routing weights and of the parameters."""
         weights, rows = parameters
 
-        def read_a() -> Tensor:
+        def read_a() -> Tensor | Columns:
             h_TF = self.fc1.call.kept_values(kept_h)
             a_TI = kernels.activate(h_TF, rows.prob_T, self.activation)
             return self.fc2.call.columns(Operand.INPUT, a_TI, rows.ends_G)

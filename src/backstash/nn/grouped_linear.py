@@ -20,6 +20,7 @@ from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
@@ -76,7 +77,7 @@ class _GroupedLinear(torch.autograd.Function):
         plan = ctx.plan
         call = plan.projection.call
 
-        def read_x() -> Tensor:
+        def read_x() -> Tensor | Columns:
             if plan.keep is not Keep.ORIGINAL:
                 return call.kept_operand(kept)
             x = kept.data if isinstance(kept, GroupedTensor) else kept

@@ -29,6 +29,7 @@ from backstash.nn.feed_forward import (
 )
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
@@ -102,7 +103,7 @@ class _GroupedMLP(torch.autograd.Function):
         plan = ctx.plan
         fc1 = plan.feed_forward.fc1
 
-        def read_x() -> Tensor:
+        def read_x() -> Tensor | Columns:
             if source_R is None:
                 return fc1.call.kept_operand(kept)
             x_RH = kernels.permute(as_rows(kept), source_R)

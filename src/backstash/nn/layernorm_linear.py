@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
@@ -71,7 +72,7 @@ class _LayerNormLinear(torch.autograd.Function):
         plan = ctx.plan
         call, dtype = plan.projection.call, plan.projection.dtype
 
-        def read_x() -> Tensor:
+        def read_x() -> Tensor | Columns:
             again_TH, _ = plan.normalization.forward(as_rows(x), norm_weight, norm_bias)
             return call.columns(Operand.INPUT, again_TH.to(dtype))
 

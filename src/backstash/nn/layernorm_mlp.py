@@ -25,6 +25,7 @@ from backstash.nn.feed_forward import (
 )
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
 from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
@@ -74,7 +75,7 @@ class _LayerNormMLP(torch.autograd.Function):
         plan = ctx.plan
         fc1 = plan.feed_forward.fc1
 
-        def read_x() -> Tensor:
+        def read_x() -> Tensor | Columns:
             again_TH, _ = plan.normalization.forward(as_rows(x), norm_weight, norm_bias)
             return fc1.call.columns(Operand.INPUT, again_TH.to(fc1.dtype))
 

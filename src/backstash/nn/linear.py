@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
 from backstash.nn.weight_grad import Delivery
@@ -56,7 +57,7 @@ class _Linear(torch.autograd.Function):
         plan = ctx.plan
         call = plan.projection.call
 
-        def read_x() -> Tensor:
+        def read_x() -> Tensor | Columns:
             if plan.keep is Keep.ORIGINAL:
                 return call.columns(Operand.INPUT, as_rows(kept))
             return call.kept_operand(kept)

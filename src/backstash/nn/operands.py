@@ -3,12 +3,15 @@
 Formats keep their codes in the matrix's own order, whichever direction their scales follow,
 because that is what can be saved, paged and moved.  A float8 matrix unit wants what it adds up
 over last in memory: rows lie so already, columns are turned here, just before the product.
+Columns of groups that nobody saves are not quantized before either (:class:`Columns`): then
+one pass quantizes and turns them.
 
 Letters: T rows, K input features, N output features, G groups.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -27,7 +30,7 @@ from backstash.formats import (
     NVFP4Format,
     Usage,
 )
-from backstash.kernels import FLOAT8_UNIT, Blocks, Codes, Scaled
+from backstash.kernels import FLOAT8_UNIT, Blocks, Codes, Scaled, Turned
 from backstash.tensors import QuantizedTensor
 
 #: Formats whose scales leave the sum of a product, and formats whose scales are inside it.
@@ -35,7 +38,84 @@ SCALED_FORMATS = (Float8Current, Float8Delayed, Float8Rowwise)
 BLOCK_FORMATS = (Float8Block, MXFP8Format, NVFP4Format)
 
 
-def scaled(operand: Tensor, usage: Usage) -> Scaled:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """Columns of a matrix in groups that the product which reads them quantizes.
+
+    Attributes:
+        values: The plain matrix, rows of all groups one after another.
+        format: With a scale for each column of each group.
+        ends_G: The ends of the groups.
+        shape: What the matrix is to the product: ``(T, K)``, or ``(G, N, K)`` of a weight.
+        ready: The turned columns, where they were made together with the rows.
+    """
+
+    values: Tensor
+    format: Float8Rowwise
+    ends_G: Tensor
+    shape: torch.Size
+    ready: Turned | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def view(self, shape: torch.Size) -> Columns:
+        return dataclasses.replace(self, shape=shape)
+
+    def quantized(self) -> Tensor:
+        """The columns in the matrix's own order, for a product that decodes them."""
+        return QuantizedTensor.quantize(
+            self.values,
+            format=self.format,
+            usage=Usage.COLUMNWISE,
+            ends_G=self.ends_G,
+            scale=None,
+        ).view(self.shape)
+
+    def turned(self) -> Turned:
+        """The columns as rows, each group in whole units."""
+        if self.ready is not None:
+            return self.ready
+        return kernels.quantize_float8_turned(
+            self.values,
+            self.format.code.dtype,
+            self.ends_G,
+            epsilon=self.format.epsilon,
+            power_of_two=self.format.power_of_two,
+        )
+
+
+def columns_of(format: Format, x: Tensor, ends_G: Tensor | None) -> Columns | None:
+    """The columns of ``x``, not quantized yet; None if they cannot wait for their product."""
+    if ends_G is None or not isinstance(format, Float8Rowwise):
+        return None
+    return Columns(x, format, ends_G, x.shape)
+
+
+def rows_and_columns(
+    format: Float8Rowwise, x: Tensor, ends_G: Tensor
+) -> tuple[QuantizedTensor, Columns]:
+    """Both directions in one pass, the columns turned."""
+    (codes, scale_inv), ready = kernels.quantize_float8_rows_and_turned(
+        x,
+        format.code.dtype,
+        ends_G,
+        epsilon=format.epsilon,
+        power_of_two=format.power_of_two,
+    )
+    rows = QuantizedTensor(
+        {"row_codes": codes, "row_scale_inv": scale_inv},
+        format=format,
+        usage=Usage.ROWWISE,
+        shape=x.shape,
+        dtype=x.dtype,
+        ends_G=ends_G,
+    )
+    return rows, Columns(x, format, ends_G, x.shape, ready)
+
+
+def scaled(operand: Tensor | Columns, usage: Usage) -> Scaled:
     """Float8 codes in the matrix's own order, and their inverse scales as their format has them."""
     format, buffers = _parts(operand, usage)
     if not isinstance(format, SCALED_FORMATS):
@@ -45,7 +125,7 @@ def scaled(operand: Tensor, usage: Usage) -> Scaled:
     return Scaled(codes.view(operand.shape), buffers[prefix + "scale_inv"])
 
 
-def blocks(operand: Tensor, usage: Usage) -> Codes:
+def blocks(operand: Tensor | Columns, usage: Usage) -> Codes:
     """Codes and scales of blocks, as the matrix's own order has them."""
     format, buffers = _parts(operand, usage)
     if not isinstance(format, BLOCK_FORMATS):
@@ -70,7 +150,7 @@ def blocks(operand: Tensor, usage: Usage) -> Codes:
     )
 
 
-def turned(operand: Tensor) -> Scaled:
+def turned(operand: Tensor | Columns) -> Scaled:
     """The columns of a matrix as rows, in whole units, and their inverse scales."""
     codes, scale_inv = scaled(operand, Usage.COLUMNWISE)
     turned = kernels.transpose_codes(codes)
@@ -88,16 +168,24 @@ def grouped_rows(operand: Tensor, ends_G: Tensor) -> Scaled:
     return Scaled(codes, scale_inv.index_select(0, group_T))
 
 
-def grouped_weight(operand: Tensor, usage: Usage) -> Scaled:
+def grouped_weight(operand: Tensor | Columns, usage: Usage) -> Scaled:
     """Each group's weight with what is added up over last, and an inverse scale for each row."""
+    if isinstance(operand, Columns):
+        # All groups have N rows, a multiple of the unit: nothing is padded between them.
+        G, N, _ = operand.shape
+        codes, scale_inv, _ = operand.turned()
+        return Scaled(codes[:, : G * N].unflatten(1, (G, N)).transpose(0, 1), scale_inv)
     codes, scale_inv = scaled(operand, usage)
     if usage is Usage.COLUMNWISE:
         codes = kernels.transpose_codes(codes)
     return Scaled(codes, _scales_of_lines(scale_inv, *codes.shape[:2]))
 
 
-def turned_groups(operand: Tensor, ends_G: Tensor) -> tuple[Scaled, Tensor]:
+def turned_groups(operand: Tensor | Columns, ends_G: Tensor) -> tuple[Scaled, Tensor]:
     """The columns of groups as rows, each group in whole units, and where each ends then."""
+    if isinstance(operand, Columns):
+        codes, scale_inv, padded_G = operand.turned()
+        return Scaled(codes, scale_inv), padded_G
     codes, scale_inv = scaled(operand, Usage.COLUMNWISE)
     turned, padded_G = kernels.transpose_groups(codes, ends_G)
     return Scaled(turned, _scales_of_lines(scale_inv, len(ends_G), len(turned))), padded_G
@@ -114,8 +202,10 @@ _PREFIX = {Usage.ROWWISE: "row_", Usage.COLUMNWISE: "column_"}
 _DIRECTION = {Usage.ROWWISE: Blocks.ROWS, Usage.COLUMNWISE: Blocks.COLUMNS}
 
 
-def _parts(operand: Tensor, usage: Usage) -> tuple[Format | None, Mapping[str, Tensor]]:
+def _parts(operand: Tensor | Columns, usage: Usage) -> tuple[Format | None, Mapping[str, Tensor]]:
     """The format of one direction, and its buffers by the names that it gives them."""
+    if isinstance(operand, Columns):
+        operand = operand.quantized()
     if not isinstance(operand, QuantizedTensor):
         return None, {}
     buffers = operand.format.buffers_along(operand.buffers, usage)

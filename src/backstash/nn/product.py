@@ -28,6 +28,7 @@ from backstash import kernels
 from backstash.formats import Code, Float8Block, Float8Rowwise, Format, MXFP8Format, Usage
 from backstash.kernels import FLOAT8_UNIT
 from backstash.nn import operands
+from backstash.nn.operands import Columns
 from backstash.recipes import Operand, Phase, Recipe, Role
 from backstash.recipes.products import Product
 from backstash.tensors import QuantizedTensor
@@ -165,7 +166,9 @@ def output(
     return y_TN + bias if ends_G is None else kernels.add_group_bias(y_TN, bias, ends_G)
 
 
-def input_gradient(dy: Tensor, w: Tensor, dtype: torch.dtype, ends_G: Tensor | None) -> Tensor:
+def input_gradient(
+    dy: Tensor, w: Tensor | Columns, dtype: torch.dtype, ends_G: Tensor | None
+) -> Tensor:
     """``dy w`` as ``(T, K)``, from rows ``(T, N)`` and a weight ``(N, K)`` or ``(G, N, K)``."""
     sizes = dy.shape[0], w.shape[-1], w.shape[-2]
     path = _path(Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G)
@@ -182,7 +185,9 @@ def input_gradient(dy: Tensor, w: Tensor, dtype: torch.dtype, ends_G: Tensor | N
     return kernels.float8_grouped_mm(operands.grouped_rows(dy, ends_G), weight, ends_G, dtype)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | None) -> Tensor:
+def weight_gradient(
+    dy: Tensor | Columns, x: Tensor | Columns, dtype: torch.dtype, ends_G: Tensor | None
+) -> Tensor:
     """``dy^T x`` as ``(N, K)``, or as ``(G, N, K)`` of each group's rows; zeros for no rows."""
     sizes = dy.shape[0], x.shape[1], dy.shape[1]
     path = _path(Product.WEIGHT_GRADIENT, (dy, x), sizes, dtype, ends_G)
@@ -199,39 +204,67 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype, ends_G: Tensor | 
     return kernels.float8_grouped_mm_dw(dy_NP, x_KP, padded_G, dtype)
 
 
-def values(operand: Tensor, dtype: torch.dtype) -> Tensor:
+def reads_turned(
+    formats: tuple[Format, Format], sizes: tuple[int, int, int], dtype: torch.dtype, ends_G: Tensor
+) -> bool:
+    """Whether the weight gradient takes columns that are turned as they are quantized.
+
+    ``formats`` are those of the output gradient and of the input in backward.
+    """
+    if not isinstance(formats[0], Float8Rowwise):
+        return False
+    one, other = (format.along(Usage.COLUMNWISE) for format in formats)
+    matmul = Matmul(
+        product=Product.WEIGHT_GRADIENT,
+        formats=(one, other),
+        sizes=sizes,
+        groups=len(ends_G),
+        dtype=dtype,
+        capability=_capability(ends_G.device),
+    )
+    return choose(matmul) is Path.FLOAT8
+
+
+def values(operand: Tensor | Columns, dtype: torch.dtype) -> Tensor:
     """The values of an operand, decoded if need be."""
+    if isinstance(operand, Columns):
+        operand = operand.quantized()
     plain = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
     return plain if plain.dtype == dtype else plain.to(dtype)
 
 
 def _path(
     product: Product,
-    both: tuple[Tensor, Tensor],
+    both: tuple[Tensor | Columns, Tensor | Columns],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     ends_G: Tensor | None,
 ) -> Path:
-    device = both[0].device
     one, other = (
         _format_along(operand, usage)
         for operand, (_, usage) in zip(both, product.value, strict=True)
     )
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    groups = None if ends_G is None else len(ends_G)
-    matmul = Matmul(
-        product=product,
-        formats=(one, other),
-        sizes=sizes,
-        groups=groups,
-        dtype=dtype,
-        capability=capability,
+    device = both[0].device
+    return choose(
+        Matmul(
+            product=product,
+            formats=(one, other),
+            sizes=sizes,
+            groups=None if ends_G is None else len(ends_G),
+            dtype=dtype,
+            capability=_capability(device),
+        )
     )
-    return choose(matmul)
 
 
-def _format_along(operand: Tensor, usage: Usage) -> Format | None:
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _format_along(operand: Tensor | Columns, usage: Usage) -> Format | None:
     """The format whose codes the product can read; None for values, also of the other direction."""
+    if isinstance(operand, Columns):
+        return operand.format
     if not isinstance(operand, QuantizedTensor):
         return None
     readable = usage in operand.usage or operand.format.serves_both

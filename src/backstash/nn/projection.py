@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,16 @@ from backstash import kernels
 from backstash.errors import ShapeError
 from backstash.nn import product
 from backstash.nn.call import Call
+from backstash.nn.operands import Columns
 from backstash.nn.weight_grad import WeightGradient
-from backstash.recipes import Operand
+from backstash.recipes import Operand, Phase
 from backstash.tensors import QuantizedTensor, equal_groups
 from backstash.weights.protocol import (
     materialize_weight_for_backward,
     materialize_weight_for_forward,
 )
+
+Read = TypeVar("Read", Tensor, Tensor | Columns)
 
 
 class Needs(NamedTuple):
@@ -82,7 +85,7 @@ class Projection:
         self,
         dy_TN: Tensor,
         weight: Tensor,
-        read_x: Callable[[], Tensor],
+        read_x: Callable[[], Tensor | Columns],
         needs: Needs,
         ends_G: Tensor | None = None,
     ) -> Gradients:
@@ -91,10 +94,15 @@ class Projection:
         ``read_x`` gives the columns of ``x`` when the weight gradient is computed, which may
         be long after this call.
         """
-        dy_rows, dy_columns = self._gradient_operands(dy_TN, needs, ends_G)
+        full = materialize_weight_for_backward(weight)[0] if needs.x else None
+        dy_rows, dy_columns = self._gradient_operands(dy_TN, full, needs, ends_G)
         dbias = self._bias_gradient(dy_TN, ends_G) if needs.bias else None
-        dx = None if dy_rows is None else self._input_gradient(dy_rows, weight, ends_G)
-        del dy_rows
+        dx = None
+        if dy_rows is not None and full is not None:
+            w_columns = self._weight(self.call.columns, full)
+            dx = product.input_gradient(dy_rows, w_columns, self.dtype, ends_G)
+            del w_columns
+        del dy_rows, full
         if dy_columns is None:
             return Gradients(dx, None, dbias)
 
@@ -104,20 +112,31 @@ class Projection:
         return Gradients(dx, self.weight_gradient.give(weight, weight_gradient), dbias)
 
     def _gradient_operands(
-        self, dy_TN: Tensor, needs: Needs, ends_G: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if needs.x and needs.weight:
-            return self.call.gradient_pair(dy_TN, ends_G)
+        self, dy_TN: Tensor, full: Tensor | None, needs: Needs, ends_G: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | Columns | None]:
+        if full is not None and needs.weight:
+            turned = self._reads_turned(dy_TN, full.shape[-1], ends_G)
+            return self.call.gradient_pair(dy_TN, ends_G, turned=turned)
         if needs.x:
             return self.call.rows(Operand.GRADIENT, dy_TN, ends_G), None
         if needs.weight:
-            return None, self.call.columns(Operand.GRADIENT, dy_TN, ends_G)
+            columns = self.call.columns(Operand.GRADIENT, dy_TN, ends_G)
+            if isinstance(columns, Columns) and self.weight_gradient.queue is not None:
+                # What waits for backward_dw() is kept in few bytes, not as it came.
+                return None, columns.quantized()
+            return None, columns
         return None, None
 
-    def _input_gradient(self, dy_rows: Tensor, weight: Tensor, ends_G: Tensor | None) -> Tensor:
-        full = materialize_weight_for_backward(weight)[0]
-        w_columns = self._weight(self.call.columns, full)
-        return product.input_gradient(dy_rows, w_columns, self.dtype, ends_G)
+    def _reads_turned(self, dy_TN: Tensor, features: int, ends_G: Tensor | None) -> bool:
+        """Whether the weight gradient follows at once, and reads codes that are turned."""
+        if ends_G is None or self.weight_gradient.queue is not None:
+            return False
+        one, other = (
+            self.call.format(operand, Phase.BACKWARD)
+            for operand in (Operand.GRADIENT, Operand.INPUT)
+        )
+        sizes = dy_TN.shape[0], features, dy_TN.shape[1]
+        return product.reads_turned((one, other), sizes, self.dtype, ends_G)
 
     def _bias_gradient(self, dy_TN: Tensor, ends_G: Tensor | None) -> Tensor:
         # Summed in float32 whatever the dtype of dy; autograd casts it to the bias's dtype.
@@ -126,7 +145,7 @@ class Projection:
             return dy_TN.sum(0, dtype=wide)
         return kernels.group_sum(dy_TN.to(wide), ends_G)
 
-    def _weight(self, read: Callable[..., Tensor], full: Tensor) -> Tensor:
+    def _weight(self, read: Callable[..., Read], full: Tensor) -> Read:
         if isinstance(full, QuantizedTensor):
             return read(Operand.WEIGHT, full)
         full = full if full.dtype == self.dtype else full.to(self.dtype)

@@ -61,5 +61,6 @@ def quantize_float8_rows_and_turned(
     Codes and scales of rows in the tail are unspecified.
     """
     options = {"epsilon": epsilon, "power_of_two": power_of_two}
-    rows = quantize_float8_rows(x_TK, code_dtype, **options)
-    return rows, quantize_float8_turned(x_TK, code_dtype, ends_G, **options)
+    codes_TK, scale_inv_T1 = quantize_float8_rows(x_TK, code_dtype, **options)
+    turned = quantize_float8_turned(x_TK, code_dtype, ends_G, **options)
+    return (codes_TK, scale_inv_T1), turned
