@@ -62,38 +62,40 @@ def factor_of(scale, amax):
 
 
 @triton.jit
-def _shift_of(value):
-    """A power of two whose last bit is the step of the codes around ``value``, and six steps."""
-    bits = value.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.maximum(bits + ((22 << 23) + 6), (149 << 23) + 6)
+def _shift_of(size):
+    """A power of two whose last bit is the step of the codes around ``size``, and two steps."""
+    bits = size.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.maximum(bits + ((22 << 23) + 2), (149 << 23) + 2)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nearest(scaled):
-    """The nearest nibble, the even one of two; too large is 6, NaN is 6."""
+    """The nearest nibble, the even one of two, in the last bits of an int32 with more in it.
+
+    What is too large is 6, and so is a NaN, which a GPU computes without a sign.
+    """
     # The smaller of a NaN and a number is the number.
-    bounded = tl.maximum(tl.minimum(scaled, 6.0), -6.0)
-    moved = (tl.abs(bounded) + _shift_of(bounded)).to(tl.uint32, bitcast=True)
-    # The last bits count steps from 6 on; the exponent e of the value adds 2 e, and 10.
-    code = moved + (moved >> 22)
-    sign = bounded.to(tl.uint32, bitcast=True) >> 28
-    return (code & 7) | (sign & 8)
+    size = tl.minimum(tl.abs(scaled), 6.0)
+    moved = (size + _shift_of(size)).to(tl.uint32, bitcast=True)
+    moved |= scaled.to(tl.uint32, bitcast=True) & 0x80000000
+    # The last bits count steps, from 2 on; the exponent e of the value adds 2 e and 10; the
+    # first four bits are the sign, worth 8, and 4.
+    return moved + (moved >> 22) + (moved >> 28)
 
 
 @triton.jit
 def drawn(scaled, byte):
     """One of the two nibbles around each value, the nearer the likelier."""
-    bounded = tl.maximum(tl.minimum(scaled, 6.0), -6.0)
-    bits = tl.maximum(bounded.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    size = tl.minimum(tl.abs(scaled), 6.0)
+    bits = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
     # The step over 256; the product is exact, so one rounding follows.
     step = (bits - (9 << 23)).to(tl.float32, bitcast=True)
-    size = tl.minimum(tl.fma(byte.to(tl.float32), step, tl.abs(bounded)), 6.0)
+    size = tl.minimum(tl.fma(byte.to(tl.float32), step, size), 6.0)
     # The largest code whose value is not above: cut the bits; below one there is only a half.
     bits = size.to(tl.int32, bitcast=True)
     code = tl.maximum((bits >> 22) - 252, (size >= 0.5).to(tl.int32))
-    sign = bounded.to(tl.uint32, bitcast=True) >> 28
-    return code.to(tl.uint32) | (sign & 8)
+    return code.to(tl.uint32) | ((scaled.to(tl.uint32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def bytes_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
     for i in tl.static_range(8):
         even, odd = x[2 * i] * multiplier, x[2 * i + 1] * multiplier
         if p_seed is None:
-            pair = nearest(even) | (nearest(odd) << 4)
+            pair = (nearest(even) & 15) | (nearest(odd) << 4)
         else:
             word = words[i // 2] >> (i % 2 * 16)
             pair = drawn(even, word & 0xFF) | (drawn(odd, (word >> 8) & 0xFF) << 4)
