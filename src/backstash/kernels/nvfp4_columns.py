@@ -216,7 +216,9 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups", "rows", "blocks"])
+# Bytes are read one by one, also where they could be read together: a thread with a whole block
+# of bytes would have the values of too few columns.
+@triton.jit(do_not_specialize=["groups", "rows", "blocks", "width"])
 def _dequantize_kernel(
     p_codes,
     p_scales,
@@ -238,9 +240,7 @@ def _dequantize_kernel(
     i_block = (tl.program_id(0) // chunks) * NB + tl.arange(0, NB)
     i_column = tl.max_contiguous((tl.program_id(0) % chunks) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
-    first, end, group, prefix, width, before = _locate(
-        p_table, rows, width, i_block, blocks, p_rotation is not None
-    )
+    first, end, group, prefix, width, before = _locate(p_table, rows, width, i_block, blocks, False)
     # The tail is written, as zeros, and never read.
     m_read = (group < groups) & (i_block < blocks)
     o_scale = i_block.to(tl.int64)[:, None] * columns + i_column[None, :]
