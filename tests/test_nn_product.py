@@ -104,12 +104,14 @@ def test_what_float8_units_do_not_take(which: Product, changes: dict[str, Any]) 
 
 BLOCK, MX = bs.FLOAT8_BLOCK, bs.MXFP8
 BLOCK_TILES, MX_TILES = (dataclasses.replace(one, two_d=True) for one in (BLOCK, MX))
+NV_TILES, NV_MIXED = (dataclasses.replace(bs.NVFP4, **{on: True}) for on in ("two_d", "hadamard"))
 READ_AS_BLOCKS = {
     "blocks": {"formats": (BLOCK, BLOCK)},
     "blocks in E5M2": {"formats": (dataclasses.replace(BLOCK, **E5M2), BLOCK)},
     "blocks by tiles": {"formats": (BLOCK, BLOCK_TILES)},
     "MXFP8": {"formats": (MX, MX)},
     "MXFP8 by tiles": {"formats": (MX, MX_TILES)},
+    "NVFP4": {"formats": (bs.NVFP4, bs.NVFP4)},
     "in groups": {"formats": (MX, MX), "groups": 2000},
     "awkward sizes": {"formats": (MX, MX), "sizes": (3, 5, 7)},
     "no rows": {"formats": (MX, MX), "sizes": (0, 5, 7)},
@@ -122,6 +124,7 @@ NOT_READ_AS_BLOCKS = {
     "an older GPU": {"formats": (MX, MX), "capability": (8, 6)},
     "two formats": {"formats": (MX, BLOCK)},
     "tiles on the left": {"formats": (MX_TILES, MX)},
+    "tiles of NVFP4 on the left": {"formats": (NV_TILES, bs.NVFP4)},
     "values beside codes": {"formats": (None, MX)},
     "codes beside values": {"formats": (MX, None)},
     "a result in float64": {"formats": (MX, MX), "dtype": torch.float64},
@@ -138,6 +141,26 @@ def test_what_kernels_for_blocks_take(which: Product, changes: dict[str, Any]) -
 @pytest.mark.parametrize("which", Product)
 def test_what_kernels_for_blocks_do_not_take(which: Product, changes: dict[str, Any]) -> None:
     assert product.choose(matmul(product=which, **changes)) is Path.VALUES
+
+
+@pytest.mark.parametrize(
+    ("formats", "products"),
+    [
+        ((bs.NVFP4, NV_TILES), {Product.OUTPUT, Product.INPUT_GRADIENT}),
+        ((NV_MIXED, NV_TILES), {Product.OUTPUT, Product.INPUT_GRADIENT}),
+        ((NV_MIXED, NV_MIXED), {Product.OUTPUT, Product.WEIGHT_GRADIENT}),
+        ((NV_MIXED, bs.NVFP4), {Product.OUTPUT, Product.INPUT_GRADIENT}),
+        ((bs.NVFP4, NV_MIXED), {Product.OUTPUT}),
+    ],
+    ids=["tiles", "mixed-by-tiles", "both-mixed", "left-mixed", "right-mixed"],
+)
+def test_only_rows_that_both_sides_mixed_are_multiplied(
+    formats: tuple[Format, Format], products: set[Product]
+) -> None:
+    """The Hadamard transform mixes what is read down columns, so no operand of an output."""
+    cases = {which: matmul(product=which, formats=formats) for which in Product}
+    found = {which for which, case in cases.items() if product.choose(case) is Path.BLOCKS}
+    assert found == products
 
 
 @by_format

@@ -25,7 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
-from backstash.formats import Code, Float8Block, Float8Rowwise, Format, MXFP8Format, Usage
+from backstash.formats import (
+    Code,
+    Float8Block,
+    Float8Rowwise,
+    Format,
+    MXFP8Format,
+    NVFP4Format,
+    Usage,
+)
 from backstash.kernels import FLOAT8_UNIT
 from backstash.nn import operands
 from backstash.nn.operands import Columns
@@ -70,8 +78,6 @@ class Matmul:
 # The first capabilities with float8 units, and for which torch takes a scale for each row.
 _UNITS, _ROW_SCALES = (8, 9), (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Formats that our kernels for blocks read.
-_READ_BLOCKS = (Float8Block, MXFP8Format)
 
 
 def choose(matmul: Matmul) -> Path:
@@ -104,11 +110,16 @@ def _block_kernel_fits(matmul: Matmul) -> bool:
     one, other = matmul.formats
     if matmul.capability is None or matmul.capability < _UNITS or matmul.dtype not in _DTYPES:
         return False
-    for format in _READ_BLOCKS:
+    for format in (Float8Block, MXFP8Format):
         if isinstance(one, format) and isinstance(other, format):
             # The kernels have lines on the left, along what the sum runs over.
             return not one.two_d
-    return False
+    if not (isinstance(one, NVFP4Format) and isinstance(other, NVFP4Format)) or one.two_d:
+        return False
+    if matmul.product is Product.WEIGHT_GRADIENT:
+        # Rows that both sides mixed need not be unmixed; pairs of columns are not pairs of rows.
+        return one.hadamard == other.hadamard and not other.two_d
+    return not (matmul.product is Product.INPUT_GRADIENT and other.hadamard)
 
 
 def paths(
