@@ -3,7 +3,8 @@
 bfloat16 goes to torch's grouped matmul, which reads the sizes of the groups on the device.  It
 leaves two things to us: the tail of its output, and the weight gradient of an empty group, are
 not written at all.  Both are zeroed by programs that end at once where there is nothing to do,
-so no byte of the valid rows is touched twice.  Other dtypes multiply as the reference does.
+so no byte of the valid rows is touched twice.  Other dtypes have plain kernels of their own, and
+GPUs before those with bfloat16 run the reference.
 
 Letters: T rows of the buffer, K input features, N output features, G groups.
 """
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels import grouped_plain
 from backstash.kernels.blocks import block_count, block_table, locate_block, unit_columns
 from backstash.kernels.reference import grouped_mm as reference
 from backstash.kernels.reference.grouped_mm import (
@@ -29,7 +31,8 @@ from backstash.kernels.reference.grouped_mm import (
 
 # The fast matmul of torch wants every stride to be whole 16-byte units.
 _ALIGNED_BYTES = 16
-_FIRST_FAST = (9, 0)
+_FIRST_WITH_KERNELS = (8, 0)
+_FIRST_FOR_TORCH = (9, 0)
 _ROWS = 32
 _COLUMNS = 256
 _ZEROS = 8192
@@ -123,7 +126,7 @@ def _add_bias_kernel(
 
 def grouped_mm(x_TK: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     """Multiply each row by its group's weight: ``y_TN[t] = w_GNK[g(t)] @ x_TK[t]``."""
-    if not _has_fast_mm(x_TK):
+    if not _has_kernels(x_TK):
         return reference.grouped_mm(x_TK, w_GNK, ends_G)
     check_grouped("grouped_mm", x_TK, w_GNK, ends_G, columns_dim=2)
     return _mm_rows(x_TK, w_GNK.transpose(1, 2), ends_G)
@@ -131,7 +134,7 @@ def grouped_mm(x_TK: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
 
 def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     """Give the gradient of :func:`grouped_mm`'s rows: ``dx_TK[t] = dy_TN[t] @ w_GNK[g(t)]``."""
-    if not _has_fast_mm(dy_TN):
+    if not _has_kernels(dy_TN):
         return reference.grouped_mm_dx(dy_TN, w_GNK, ends_G)
     check_grouped("grouped_mm_dx", dy_TN, w_GNK, ends_G, columns_dim=1)
     return _mm_rows(dy_TN, w_GNK, ends_G)
@@ -139,12 +142,14 @@ def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
 
 def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """Give the gradient of :func:`grouped_mm`'s weight: ``dw_GNK[g] = dy[g].T @ x[g]``."""
-    if not _has_fast_mm(dy_TN):
+    if not _has_kernels(dy_TN):
         return reference.grouped_mm_dw(dy_TN, x_TK, ends_G)
     check_grouped_dw(dy_TN, x_TK, ends_G)
     groups, rows = ends_G.shape[0], x_TK.shape[0]
     if not (groups and rows and dy_TN.shape[1] and x_TK.shape[1]):
         return x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])
+    if not _is_for_torch(x_TK):
+        return grouped_plain.multiply_columns(dy_TN, x_TK, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
     dw_GNK = F.grouped_mm(_pad(dy_TN).t(), _pad(x_TK), offs=ends_G)
     size = dw_GNK[0].numel()
@@ -214,6 +219,8 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     rows, columns = a_TJ.shape[0], b_GJC.shape[2]
     if not (rows and columns and b_GJC.shape[0] and b_GJC.shape[1]):
         return a_TJ.new_zeros(rows, columns)
+    if not _is_for_torch(a_TJ):
+        return grouped_plain.multiply_rows(a_TJ, b_GJC, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
     b_GJC = _pad(b_GJC.mT).mT if b_GJC.stride(1) == 1 else _pad(b_GJC)
     out_TC = F.grouped_mm(_pad(a_TJ), b_GJC, offs=ends_G)
@@ -225,16 +232,19 @@ def zero_tail_(y_TN: Tensor, ends_G: Tensor) -> None:
     """Write zeros into the rows past the last group of a contiguous ``(T, N)``."""
     rows, columns = y_TN.shape
     tile: dict[str, Any] = {"B": _ROWS, "BK": _COLUMNS}
-    _zero_tail_kernel[(triton.cdiv(rows, _ROWS),)](
-        y_TN, ends_G, len(ends_G), rows, columns, **tile
-    )
+    _zero_tail_kernel[(triton.cdiv(rows, _ROWS),)](y_TN, ends_G, len(ends_G), rows, columns, **tile)
 
 
-def _has_fast_mm(x: Tensor) -> bool:
+def _has_kernels(x: Tensor) -> bool:
+    """Say if this GPU multiplies all dtypes by kernels."""
+    return torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_KERNELS
+
+
+def _is_for_torch(x: Tensor) -> bool:
     """Say if torch multiplies groups of this tensor without reading their sizes."""
     if x.dtype is not torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(x.device) >= _FIRST_FAST
+    return torch.cuda.get_device_capability(x.device) >= _FIRST_FOR_TORCH
 
 
 def _pad(x: Tensor) -> Tensor:
