@@ -11,8 +11,10 @@ from torch import Tensor
 
 import backstash as bs
 from backstash.nn.call import Call
+from backstash.nn.operands import Columns
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Role, Step
 from backstash.tensors import QuantizedTensor
+from format_cases import FORMATS, name_of
 
 #: Recipes whose values are the same each time; stochastic rounding is tested with its format.
 NAMES = ("high_precision", "float8_current", "float8_delayed", "mxfp8")
@@ -52,12 +54,14 @@ def quantized(call: Call, operand: Operand, x: Tensor, usage: bs.Usage) -> Tenso
     return format.quantize(x, usage=usage, scale=scale).dequantize(usage)
 
 
-def values(operand: Tensor) -> Tensor:
+def values(operand: Tensor | Columns) -> Tensor:
     """What the matmul reads: the operand is quantized along one direction, or plain."""
+    if isinstance(operand, Columns):
+        operand = operand.quantized()
     return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(one: Tensor | Columns, other: Tensor | Columns) -> bool:
     """Bit-equal values; two quantized operands must have the same codes."""
     if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
         return torch.equal(one, other)
@@ -157,6 +161,22 @@ def test_groups_are_read_each_on_its_own(name: str, capacity: int) -> None:
         assert torch.equal(values(rows)[mine], values(alone.rows(Operand.INPUT, group)))
         assert torch.equal(columns[mine], values(alone.columns(Operand.INPUT, group)))
         assert torch.equal(call.kept_values(kept)[mine], columns[mine])
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if not f.stateful], ids=name_of)
+def test_rows_are_gathered_after_they_are_quantized_or_before_with_the_same_codes(
+    format: bs.Format,
+) -> None:
+    call, x = Call(bs.custom(lambda role: format), "GroupedMLP", ""), x_of((9, 40))
+    source_R = torch.tensor([3, 3, 0, 8, 1, 3, 7, 2, 5, 4, 6])
+    ends_G = torch.tensor([2, 2, 10], dtype=torch.int32)
+    found = call.gathered_rows(Operand.INPUT, x, source_R, ends_G)
+    wanted = call.rows(Operand.INPUT, x[source_R], ends_G)
+    assert found.shape == wanted.shape
+    assert torch.equal(values(found)[:10], values(wanted)[:10])
+    lone = format.along(bs.Usage.ROWWISE).has_lone_rows
+    alone = [format.quantize(x[row : row + 1]).dequantize() for row in source_R]
+    assert not lone or torch.equal(values(found), torch.cat(alone))
 
 
 @each_recipe

@@ -52,6 +52,10 @@ class Float8Rowwise(Format):
     def tolerance(self) -> tuple[float, float]:
         return self.code.tolerance
 
+    @property
+    def has_lone_rows(self) -> bool:
+        return True
+
     def buffers(
         self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
     ) -> dict[str, BufferSpec]:

@@ -204,6 +204,11 @@ class Format(abc.ABC):
         """Whether one set of codes serves both directions, and so gives the same values."""
         return self.any_view
 
+    @property
+    def has_lone_rows(self) -> bool:
+        """Whether the codes of a row depend on that row alone, so that a copy has the same."""
+        return False
+
     def scale_of(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         """The scale with which new values are quantized into existing buffers."""
         return None

@@ -49,6 +49,10 @@ class MXFP8Format(Format):
     def serves_both(self) -> bool:
         return self.two_d
 
+    @property
+    def has_lone_rows(self) -> bool:
+        return not self.two_d
+
     def buffers(
         self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
     ) -> dict[str, BufferSpec]:

@@ -78,6 +78,11 @@ class NVFP4Format(Format):
     def serves_both(self) -> bool:
         return self.two_d
 
+    @property
+    def has_lone_rows(self) -> bool:
+        # Copies of a row are to be rounded at random each on its own.
+        return self.row_scaled and not self.stochastic_rounding
+
     def buffers(
         self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
     ) -> dict[str, BufferSpec]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from backstash import kernels
@@ -57,6 +58,18 @@ class Call:
         """``x`` as the matmul over its last dimension reads it."""
         phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
         return self._read(operand, phase, x, Usage.ROWWISE, ends_G)
+
+    def gathered_rows(
+        self, operand: Operand, x: Tensor, source_R: Tensor, ends_G: Tensor
+    ) -> Tensor:
+        """:meth:`rows` of ``x[source_R]``; a row that goes to many places is quantized once."""
+        format = self.format(operand, Phase.FORWARD)
+        if _is_plain(format) or not format.along(Usage.ROWWISE).has_lone_rows:
+            return self.rows(operand, kernels.permute(x, source_R), ends_G)
+        read = self._quantize(operand, format, x, Usage.ROWWISE, None)
+        buffers = {name: kernels.permute(held, source_R) for name, held in read.buffers.items()}
+        shape = torch.Size((len(source_R), x.shape[1]))
+        return read.like(buffers, shape=shape, ends_G=ends_G)
 
     def columns(
         self, operand: Operand, x: Tensor, ends_G: Tensor | None = None

@@ -69,10 +69,11 @@ class _GroupedMLP(torch.autograd.Function):
         fc1 = plan.feed_forward.fc1
         x_TH = as_rows(x)
         # Only whole rows one after another have a valid prefix that can be kept alone.
-        x_RH = x_TH.contiguous() if source_R is None else kernels.permute(x_TH, source_R)
-        reads_x = wanted.weights.fc1_weight
-        x_rows, kept = fc1.call.input_pair(x_RH, ends_G, keep=reads_x and source_R is None)
-        del x_RH
+        reads_x, kept = wanted.weights.fc1_weight, None
+        if source_R is None:
+            x_rows, kept = fc1.call.input_pair(x_TH.contiguous(), ends_G, keep=reads_x)
+        else:
+            x_rows = fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G)
         y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
         if plan.keep is not Keep.NOTHING:
             # Only dx and a second gather read the map; only dh and the activation the rest.
