@@ -170,8 +170,8 @@ class QuantizedTensor(Tensor):
         """Put new values of the same shape into the same buffers.
 
         Under a CUDA graph a weight is quantized in every step, also where it has not changed.
-        ``noop`` says so on the device: where it is not zero, the values are not read and the
-        buffers stay as they are.  A step that replays the graph sets it without being captured
+        ``noop`` says so on the device: where it is not zero, the buffers stay as they are, and
+        the values are not even read, except by NVFP4.  A step that replays the graph sets it without being captured
         anew, for example ``noop.fill_(not first_microbatch)``.
 
         Args:
