@@ -13,6 +13,17 @@ SPLITS = {"awkward": ([5, 0, 31, 1], 40), "empty": ([0, 0], 3), "whole": ([16, 3
 OPTIONS = {"plain": {}, "power-of-two": {"power_of_two": True}, "epsilon": {"epsilon": 1.0}}
 
 
+def test_rows_of_a_map_are_those_of_the_gathered_matrix() -> None:
+    x, source_T = torch.randn(9, 24), torch.tensor([3, 3, 0, 8, 1, 3, 7, 2, 5, 4, 6])
+    ends_G = torch.tensor([2, 2, 10], dtype=torch.int32)
+    code = torch.float8_e4m3fn
+    found = kernels.quantize_float8_turned(x, code, ends_G, source_T)
+    wanted = kernels.quantize_float8_turned(x[source_T], code, ends_G)
+    assert all(
+        torch.equal(*(one.float() for one in pair)) for pair in zip(found, wanted, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("counts", "rows"), SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -83,7 +83,7 @@ def test_rows_and_columns_are_the_values_of_the_format(
     rows, columns = call.rows(operand, x), call.columns(operand, x)
     assert torch.equal(values(rows), quantized(call, operand, x, bs.Usage.ROWWISE))
     assert torch.equal(values(columns), quantized(call, operand, x, bs.Usage.COLUMNWISE))
-    assert rows.dtype == columns.dtype == dtype
+    assert values(rows).dtype == values(columns).dtype == dtype
 
 
 @each_low

@@ -55,6 +55,19 @@ def test_random_splits_are_the_references(columns: int) -> None:
         check(x, torch.tensor(counts).cumsum(0))
 
 
+@pytest.mark.parametrize("columns", [16, 130])
+def test_rows_of_a_map_are_the_references(columns: int) -> None:
+    for counts, tail in random_counts(6):
+        rows = sum(counts) + tail
+        x, ends_G = torch.randn(33, columns).bfloat16(), torch.tensor(counts).cumsum(0)
+        source_T = torch.randint(0, 33, (rows,))
+        wanted = kernels.quantize_float8_turned(x, E4M3, ends_G, source_T)
+        with no_host_reads():
+            there = [one.cuda(non_blocking=True) for one in (x, ends_G, source_T)]
+            found = kernels.quantize_float8_turned(there[0], E4M3, *there[1:])
+        assert_turned(found, wanted)
+
+
 @by_special
 @pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
 def test_special_values_are_the_references(special: list[float], code: torch.dtype) -> None:

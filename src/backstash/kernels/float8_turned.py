@@ -29,8 +29,19 @@ _TILE: dict[str, Any] = {"B": _ROWS, "BK": 128, "UNIT": FLOAT8_UNIT, "num_warps"
 
 
 @triton.jit
+def _sources(p_source, i_row, m_row):
+    """Where rows are read from: their own places, or those that a map names."""
+    if p_source is None:
+        i_from = i_row.to(tl.int64)
+    else:
+        i_from = tl.load(p_source + i_row, mask=m_row, other=0).to(tl.int64)
+    return i_from
+
+
+@triton.jit
 def _amax_kernel(
     p_x,
+    p_source,
     p_column_amax,
     p_row_amax,
     p_table,
@@ -50,7 +61,8 @@ def _amax_kernel(
         for i in tl.static_range(0, B, BR):  # pyright: ignore[reportGeneralTypeIssues]
             i_row = first + i + tl.arange(0, BR)
             mask = (i_row < end)[:, None] & (i_column < columns)[None, :]
-            p_tile = p_x + i_row.to(tl.int64)[:, None] * row_stride + i_column[None, :]
+            i_from = _sources(p_source, i_row, i_row < end)
+            p_tile = p_x + i_from[:, None] * row_stride + i_column[None, :]
             # The maximum with a NaN is the other operand: a NaN does not count.
             magnitude = tl.abs(tl.load(p_tile, mask=mask, other=0).to(tl.float32))
             largest = tl.maximum(largest, magnitude)
@@ -66,6 +78,7 @@ def _amax_kernel(
 @triton.jit
 def _quantize_kernel(
     p_x,
+    p_source,
     p_column_scale,
     p_row_scale,
     p_turned,
@@ -98,7 +111,8 @@ def _quantize_kernel(
             i_row = first + tl.arange(0, B)
             m_row = i_row < end
             mask = m_row[:, None] & m_column[None, :]
-            p_tile = p_x + i_row.to(tl.int64)[:, None] * row_stride + i_column[None, :]
+            i_from = _sources(p_source, i_row, m_row)
+            p_tile = p_x + i_from[:, None] * row_stride + i_column[None, :]
             x = tl.load(p_tile, mask=mask, other=0).to(tl.float32)
             p_scale = p_column_scale + tl.cast(group, tl.int64) * columns
             scale = tl.load(p_scale + i_column, mask=m_column, other=0)
@@ -129,13 +143,14 @@ def quantize_float8_turned(
     x_TK: Tensor,
     code_dtype: torch.dtype,
     ends_G: Tensor,
+    source_T: Tensor | None = None,
     *,
     epsilon: float = 0.0,
     power_of_two: bool = False,
 ) -> Turned:
-    """The columns of ``quantize_float8_columns``, turned."""
+    """The columns of ``quantize_float8_columns``, turned; rows are those that a map names."""
     options = {"epsilon": epsilon, "power_of_two": power_of_two}
-    return _quantize(unit_columns(x_TK), code_dtype, ends_G, None, options)
+    return _quantize((unit_columns(x_TK), source_T), code_dtype, ends_G, None, options)
 
 
 def quantize_float8_rows_and_turned(
@@ -152,19 +167,22 @@ def quantize_float8_rows_and_turned(
     options = {"epsilon": epsilon, "power_of_two": power_of_two}
     rows = codes_TK.view(code_dtype), scale_inv_T1
     return (codes_TK, scale_inv_T1), _quantize(
-        unit_columns(x_TK), code_dtype, ends_G, rows, options
+        (unit_columns(x_TK), None), code_dtype, ends_G, rows, options
     )
 
 
 def _quantize(
-    x_TK: Tensor,
+    x: tuple[Tensor, Tensor | None],
     code_dtype: torch.dtype,
     ends_G: Tensor,
     into_rows: tuple[Tensor, Tensor] | None,
     options: dict[str, Any],
 ) -> Turned:
     """Turned columns, and codes and inverse scales of rows into what is given for them."""
+    x_TK, source_T = x
     (rows, columns), groups = x_TK.shape, len(ends_G)
+    if source_T is not None:
+        rows, source_T = len(source_T), source_T.contiguous()
     ends_G = ends_G.int().contiguous()
     padded_G = write_padded_ends(ends_G, rows)
     amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_TK.device)
@@ -175,7 +193,7 @@ def _quantize(
     sizes = groups, rows, columns, x_TK.stride(0)
     programs = blocks * triton.cdiv(columns, _AMAX_TILE["BK"])
     if programs:
-        _amax_kernel[(programs,)](x_TK, amax_GK, amax_T1, table, *sizes, **_AMAX_TILE)
+        _amax_kernel[(programs,)](x_TK, source_T, amax_GK, amax_T1, table, *sizes, **_AMAX_TILE)
     limits = {"largest": torch.finfo(code_dtype).max, **options}
     scale_GK = scale_from_amax(amax_GK.view(torch.float32), **limits)
     scale_T1 = None
@@ -187,6 +205,7 @@ def _quantize(
     if programs:
         _quantize_kernel[(programs,)](
             x_TK,
+            source_T,
             scale_GK,
             scale_T1,
             turned_KP,

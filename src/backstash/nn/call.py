@@ -82,6 +82,16 @@ class Call:
                 return columns
         return self._read(operand, Phase.BACKWARD, x, usage, ends_G)
 
+    def gathered_columns(
+        self, operand: Operand, x: Tensor, source_R: Tensor, ends_G: Tensor
+    ) -> Tensor | Columns:
+        """:meth:`columns` of ``x[source_R]``."""
+        if self._column_usage is Usage.COLUMNWISE:
+            format = self.format(operand, Phase.BACKWARD).along(Usage.COLUMNWISE)
+            if (columns := columns_of(format, x, ends_G, source_R)) is not None:
+                return columns
+        return self.columns(operand, kernels.permute(x, source_R), ends_G)
+
     def keep_columns(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Kept:
         """What to save of ``x`` for the matmul over its rows; read with :meth:`kept_operand`."""
         return self._keep(operand, x, self._column_usage, ends_G)

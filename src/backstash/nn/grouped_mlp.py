@@ -107,8 +107,7 @@ class _GroupedMLP(torch.autograd.Function):
         def read_x() -> Tensor | Columns:
             if source_R is None:
                 return fc1.call.kept_operand(kept)
-            x_RH = kernels.permute(as_rows(kept), source_R)
-            return fc1.call.columns(Operand.INPUT, x_RH, ends_G)
+            return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
 
         dx_RH, dprob_R, dweights = plan.feed_forward.backward(
             as_rows(dy),

@@ -47,6 +47,7 @@ class Columns:
         format: With a scale for each column of each group.
         ends_G: The ends of the groups.
         shape: What the matrix is to the product: ``(T, K)``, or ``(G, N, K)`` of a weight.
+        source_T: Which row of ``values`` each row of the matrix is; None if it is its own.
         ready: The turned columns, where they were made together with the rows.
     """
 
@@ -54,6 +55,7 @@ class Columns:
     format: Float8Rowwise
     ends_G: Tensor
     shape: torch.Size
+    source_T: Tensor | None = None
     ready: Turned | None = None
 
     @property
@@ -65,8 +67,9 @@ class Columns:
 
     def quantized(self) -> Tensor:
         """The columns in the matrix's own order, for a product that decodes them."""
+        x = self.values
         return QuantizedTensor.quantize(
-            self.values,
+            x if self.source_T is None else kernels.permute(x, self.source_T),
             format=self.format,
             usage=Usage.COLUMNWISE,
             ends_G=self.ends_G,
@@ -81,16 +84,20 @@ class Columns:
             self.values,
             self.format.code.dtype,
             self.ends_G,
+            self.source_T,
             epsilon=self.format.epsilon,
             power_of_two=self.format.power_of_two,
         )
 
 
-def columns_of(format: Format, x: Tensor, ends_G: Tensor | None) -> Columns | None:
+def columns_of(
+    format: Format, x: Tensor, ends_G: Tensor | None, source_T: Tensor | None = None
+) -> Columns | None:
     """The columns of ``x``, not quantized yet; None if they cannot wait for their product."""
     if ends_G is None or not isinstance(format, Float8Rowwise):
         return None
-    return Columns(x, format, ends_G, x.shape)
+    rows = len(x) if source_T is None else len(source_T)
+    return Columns(x, format, ends_G, torch.Size((rows, x.shape[1])), source_T)
 
 
 def rows_and_columns(
@@ -112,7 +119,7 @@ def rows_and_columns(
         dtype=x.dtype,
         ends_G=ends_G,
     )
-    return rows, Columns(x, format, ends_G, x.shape, ready)
+    return rows, Columns(x, format, ends_G, x.shape, ready=ready)
 
 
 def scaled(operand: Tensor | Columns, usage: Usage) -> Scaled:

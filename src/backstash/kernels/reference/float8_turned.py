@@ -19,6 +19,7 @@ from backstash.kernels.reference.float8_rowwise import (
     quantize_float8_columns,
     quantize_float8_rows,
 )
+from backstash.kernels.reference.permute import permute
 
 
 class Turned(NamedTuple):
@@ -36,11 +37,17 @@ def quantize_float8_turned(
     x_TK: Tensor,
     code_dtype: torch.dtype,
     ends_G: Tensor,
+    source_T: Tensor | None = None,
     *,
     epsilon: float = 0.0,
     power_of_two: bool = False,
 ) -> Turned:
-    """The columns of ``quantize_float8_columns``, turned."""
+    """The columns of ``quantize_float8_columns``, turned.
+
+    With ``source_T`` row t of the matrix is row ``source_T[t]`` of ``x_TK``, which has as many
+    rows as there are tokens then.
+    """
+    x_TK = x_TK if source_T is None else permute(x_TK, source_T)
     codes_TK, scale_inv_GK = quantize_float8_columns(
         x_TK, code_dtype, ends_G, epsilon=epsilon, power_of_two=power_of_two
     )
