@@ -145,6 +145,15 @@ def readings(x: Tensor, ends: Tensor) -> Iterator[Work]:
     back = both("dequantize_mx_columns", *columns, x.dtype, ends)
     yield Work("values of mxfp8 columns, groups", ONE_USAGE, *back, columns)
     yield Work("codes transposed", ONE_USAGE, *both("transpose_codes", rows[0]), rows[:1])
+    e4m3 = torch.float8_e4m3fn
+    rows, columns = kernels.quantize_block_both(x, e4m3, ends)
+    back = both("dequantize_block_rows", *rows, e4m3, x.dtype)
+    yield Work("values of blocks of 128, rows", ONE_USAGE, *back, rows)
+    back = both("dequantize_block_columns", *columns, e4m3, x.dtype, ends)
+    yield Work("values of blocks of 128, columns, groups", ONE_USAGE, *back, columns)
+    pair = kernels.quantize_float8_columns(x, e4m3, ends)
+    back = both("dequantize_float8_columns", *pair, e4m3, x.dtype, ends)
+    yield Work("values of float8 by columns, groups", ONE_USAGE, *back, pair)
 
 
 def nvfp4_casts(x: Tensor, ends: Tensor) -> Iterator[Work]:
