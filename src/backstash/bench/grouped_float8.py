@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from backstash import kernels
 from backstash.formats import FLOAT8_ROWWISE, Usage
 from backstash.kernels import Scaled
 from backstash.nn import product
+from backstash.nn.operands import Columns
 from backstash.tensors import QuantizedTensor, equal_groups
 
 #: Of torch's own float8 speed; and of bfloat16's, which float8 has to beat.
@@ -48,16 +50,19 @@ class Operands:
     w_GNK: Tensor
     ends_G: Tensor
 
-    def rows(self, x: Tensor, usage: Usage) -> Tensor:
-        return _quantized(x, usage, self.ends_G)
+    def rows(self, x: Tensor, usage: Usage) -> Tensor | Columns:
+        return _read(x, usage, self.ends_G)
 
-    def weight(self, usage: Usage) -> Tensor:
+    def weight(self, usage: Usage) -> Tensor | Columns:
         G, N, _ = self.w_GNK.shape
         ends_G = equal_groups(G, N, self.ends_G.device)
-        return _quantized(self.w_GNK.flatten(0, 1), usage, ends_G).view(self.w_GNK.shape)
+        return _read(self.w_GNK.flatten(0, 1), usage, ends_G).view(self.w_GNK.shape)
 
 
-def _quantized(x: Tensor, usage: Usage, ends_G: Tensor) -> QuantizedTensor:
+def _read(x: Tensor, usage: Usage, ends_G: Tensor) -> Tensor | Columns:
+    """An operand as a layer makes it: columns are quantized by the product."""
+    if usage is Usage.COLUMNWISE:
+        return Columns(x, FLOAT8_ROWWISE, ends_G, x.shape)
     return QuantizedTensor.quantize(
         x, format=FLOAT8_ROWWISE, usage=usage, ends_G=ends_G, scale=None
     )
@@ -75,10 +80,10 @@ def works(size: tuple[int, int, int, int], ends_G: Tensor) -> Iterator[Work]:
     def forward(x: Tensor, w: Tensor) -> Tensor:
         return product.output(x, w, None, dtype, ends_G)
 
-    def dx(dy: Tensor, w: Tensor) -> Tensor:
+    def dx(dy: Tensor, w: Tensor | Columns) -> Tensor:
         return product.input_gradient(dy, w, dtype, ends_G)
 
-    def dw(dy: Tensor, x: Tensor) -> Tensor:
+    def dw(dy: Tensor | Columns, x: Tensor | Columns) -> Tensor:
         return product.weight_gradient(dy, x, dtype, ends_G)
 
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
@@ -107,12 +112,14 @@ def works(size: tuple[int, int, int, int], ends_G: Tensor) -> Iterator[Work]:
 
 def _comparisons(
     what: str,
-    multiply: Callable[[Tensor, Tensor], Tensor],
-    quantize: tuple[Callable[[], Tensor], Callable[[], Tensor]],
+    multiply: Callable[[Any, Any], Tensor],
+    read: tuple[Callable[[], Tensor | Columns], Callable[[], Tensor | Columns]],
     in_bfloat16: Callable[[], Tensor],
     ends_G: Tensor,
 ) -> Iterator[Work]:
-    one, other = (make() for make in quantize)
+    made = [make() for make in read]
+    one, other = (held.quantized() if isinstance(held, Columns) else held for held in made)
+    del made
     apart = FLOAT8_ROWWISE.rtol
     theirs = _torchs_own(what, one, other, ends_G)
     yield Work(f"{what}, codes", OF_TORCH, 1e-2, lambda: multiply(one, other), theirs)
@@ -127,7 +134,7 @@ def _comparisons(
         f"{what}, quantized beside bfloat16",
         OF_BFLOAT16,
         apart,
-        lambda: multiply(quantize[0](), quantize[1]()),
+        lambda: multiply(read[0](), read[1]()),
         in_bfloat16,
     )
 
