@@ -122,7 +122,7 @@ def describe() -> str:
         "launch": f"rank {launch.rank} of {launch.world_size}",
         "triton": "usable" if has_triton() else "not usable here",
         "units": units,
-        "kernels": "Triton (NVFP4: PyTorch)" if has_triton() else "PyTorch",
+        "kernels": "Triton" if has_triton() else "PyTorch",
     }
     return "\n".join(f"{name:<8} {what}" for name, what in lines.items())
 
