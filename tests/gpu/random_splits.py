@@ -58,6 +58,7 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
         getattr(kernels, f"dequantize_block_{kind}")(*pair, code, x.dtype, ends)
     kernels.transpose_codes(codes)
     kernels.transpose_groups(codes, ends)
+    kernels.quantize_float8_rows_and_turned(x, code, ends)
     kernels.add_group_bias(x, torch.zeros(groups, x.shape[1], device="cuda"), ends)
     kernels.group_sum(x, ends)
 
