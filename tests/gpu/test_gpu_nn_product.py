@@ -187,3 +187,14 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(layer: str, recipe_name:
         found = [tensor.clone() for tensor in captured]
         wanted = step(module, x, arguments, recipe_name)
         assert all(map(torch.equal, found, wanted))
+
+
+# Torch's own tracer makes an instance of a Function, and warns about it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe_name", ["float8_current", "float8_rowwise", "mxfp8"])
+def test_a_compiled_layer_gives_the_bits_of_an_eager_one(recipe_name: str) -> None:
+    torch.compiler.reset()
+    module, x, arguments = moved(*made("Linear"))
+    wanted = step(module, x, arguments, recipe_name)
+    found = step(torch.compile(module, backend="aot_eager"), x, arguments, recipe_name)
+    assert all(map(torch.equal, found, wanted))
