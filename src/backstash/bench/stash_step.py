@@ -73,7 +73,7 @@ SHAPES: Mapping[str, Shape] = {
     ),
     "cuda": Shape(
         layers=16,
-        load=Load(tokens=32768, experts=128, top_k=8, ranks=8),
+        load=Load(tokens=65536, experts=128, top_k=8, ranks=8),
         hidden=2048,
         ffn=768,
         dtype=torch.bfloat16,
