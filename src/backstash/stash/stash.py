@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,7 @@ class Stash:
         self._kept = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._copying: list[weakref.ref[Batch]] = []
+        self._next_landing = math.inf
         self._foresight = Foresight()
         self._number = 0
         self._offers = 0
@@ -138,7 +140,8 @@ class Stash:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
         self._offers += 1
         region = self._region(tensor, rows)
-        if region is None and not self._copying:
+        # What is declined must cost next to nothing: most saved tensors are.
+        if region is None and self._offers < self._next_landing:
             return None
         with self.pool.turn():
             self._land(_OFFERS_UNTIL_LANDING)
@@ -217,6 +220,7 @@ class Stash:
         self._counts["batches"] += 1
         batch.send(offers=self._offers)
         self._copying.append(weakref.ref(batch))
+        self._next_landing = min(self._next_landing, self._offers + _OFFERS_UNTIL_LANDING)
 
     def _forget_expected(self) -> None:
         """What was announced and never saved is not waited for; what was saved of it goes."""
@@ -240,6 +244,7 @@ class Stash:
             else:
                 still.append(reference)
         self._copying = still
+        self._next_landing = self._offers + 1 if still else math.inf
 
     # --- restoring --------------------------------------------------------------------------
 
