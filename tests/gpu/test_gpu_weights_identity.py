@@ -28,10 +28,23 @@ pytestmark = pytest.mark.gpu
 PINNED = "save_on_cpu pinned"
 
 
+def save_in_pinned_memory() -> Any:
+    """Torch's hooks, which would make their copy on the default device that a test has set."""
+    hooks: Any = torch.autograd.graph.save_on_cpu(pin_memory=True)
+    hooks.pack_hook = functools.partial(on_cpu, hooks.pack_hook)
+    return hooks
+
+
+def on_cpu(pack: Any, tensor: Tensor) -> Any:
+    with torch.device("cpu"):
+        kept = pack(tensor)
+    assert kept[1].is_pinned()
+    return kept
+
+
 @pytest.fixture(autouse=True)
 def pinned_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks: Any = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
-    monkeypatch.setitem(WAYS, PINNED, (hooks, WAYS["no hook"][1]))
+    monkeypatch.setitem(WAYS, PINNED, (save_in_pinned_memory, WAYS["no hook"][1]))
 
 
 def on_gpu(

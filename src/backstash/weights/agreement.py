@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 from backstash.errors import PeerError
@@ -60,6 +61,12 @@ class Wish:
     during: Pass
     bundle: int = 0
     is_changed: bool = dataclasses.field(default=False, compare=False, kw_only=True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=65536)
+    def of(kind: Kind, during: Pass, bundle: int) -> Wish:
+        """The one wish of its kind: found faster than made, and found again by identity."""
+        return Wish(kind, during, bundle)
 
     @property
     def code(self) -> int:

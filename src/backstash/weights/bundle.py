@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ Asked = tuple[int, Question | None]
 class Bundle:
     """The weights of one collective.
 
+    Attributes:
+        index: Its place among all bundles of the model.
+        members: Its weights, leader first.
+        channel: What it moves over.
+        asking: The usages for which the ranks must know something of each other's shards.
+
     The parameters own their bundle, and the bundle knows them weakly, so a model that is
     dropped is gone at once.
     """
@@ -40,6 +47,7 @@ class Bundle:
         self._gathers: list[Gather] = []
         self._reductions: list[Reduction] = []
         self._answers: dict[Asked, Tensor] = {}
+        self.asking = {u for m in members for u, way in m.ways.items() if way.question}
 
     def attach(self, weights: Sequence[Tensor]) -> None:
         """Say which parameters hold the shards."""
@@ -49,7 +57,7 @@ class Bundle:
     def weights(self) -> list[Any]:
         """The parameters, leader first."""
         weights = [reference() for reference in self._weights]
-        if any(weight is None for weight in weights):
+        if NoneType in map(type, weights):
             raise BackstashError(
                 f"a sharded weight of {[member.name for member in self.members]} is gone; keep the "
                 "module that holds it while other ranks use it"
@@ -59,8 +67,7 @@ class Bundle:
     @property
     def state(self) -> State:
         """The state of the transfer that holds the most."""
-        self._gathers = [g for g in self._gathers if g.state is not State.SHARDED]
-        self._reductions = [r for r in self._reductions if r.state is not State.SHARDED]
+        self._forget_finished()
         states = {transfer.state for transfer in (*self._gathers, *self._reductions)}
         return max(states, key=list(State).index, default=State.SHARDED)
 
@@ -101,10 +108,13 @@ class Bundle:
     def pack(self, usage: Usage) -> Gather:
         """A gather that is ready to be sent."""
         shards = [weight.shard for weight in self.weights]
-        answers = self._answers | _ask([(self, usage)], self.channel).get(self, {})
-        amaxes = [answers.get((i, m.ways[usage].question)) for i, m in enumerate(self.members)]
+        amaxes: list[Tensor | None] = [None] * len(shards)
+        if usage in self.asking:
+            answers = self._answers | _ask([(self, usage)], self.channel).get(self, {})
+            amaxes = [answers.get((i, m.ways[usage].question)) for i, m in enumerate(self.members)]
         gather = Gather(self.members, shards, amaxes, self.channel, usage)
-        self._gathers = [g for g in self._gathers if g.state is not State.SHARDED] + [gather]
+        self._forget_finished()
+        self._gathers.append(gather)
         return gather
 
     def reduce(self, grads: Sequence[Tensor | None] | None, wide: torch.dtype | None) -> Reduction:
@@ -126,9 +136,15 @@ class Bundle:
         pairs = zip(given, self.members, strict=True)
         wholes = [self._whole_gradient(grad, member) for grad, member in pairs]
         reduction = Reduction(self.members, wholes, self.channel, wide)
-        running = [r for r in self._reductions if r.state is not State.SHARDED]
-        self._reductions = [*running, reduction]
+        self._forget_finished()
+        self._reductions.append(reduction)
         return reduction
+
+    def _forget_finished(self) -> None:
+        if self._gathers:
+            self._gathers = [g for g in self._gathers if g.state is not State.SHARDED]
+        if self._reductions:
+            self._reductions = [r for r in self._reductions if r.state is not State.SHARDED]
 
     def _whole_gradient(self, grad: Tensor | None, member: Member) -> Tensor:
         shape, dtype = member.layout.shape, member.kind.dtype
@@ -156,6 +172,7 @@ def _ask(
         found = {
             (bundle, asked): known
             for bundle, usage in dict.fromkeys(uses)
+            if usage in bundle.asking
             for asked, known in bundle.questions(usage)
         }
         alike: dict[Any, list[Any]] = {}

@@ -14,10 +14,8 @@ Letters: P ranks, C rows of the longest shard, K columns.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +30,7 @@ class LostPeerError(PeerError):
     """A collective failed, so there is nobody any more to finish the others with."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A matrix that travels: this rank's rows, and how many each rank has."""
 
     rows: Tensor
@@ -48,6 +45,8 @@ class Parcel:
     def is_dense(self) -> bool:
         """Whether the padding of all ranks lies behind the last row of all."""
         total, chunk = sum(self.counts), self.chunk
+        if total == chunk * len(self.counts):
+            return True
         ideal = [max(0, min(chunk, total - rank * chunk)) for rank in range(len(self.counts))]
         return list(self.counts) == ideal
 
@@ -58,16 +57,23 @@ class Flight:
     def __init__(self, works: list[Any], arrived: torch.Event | None = None) -> None:
         self._works = works
         self._arrived = arrived
+        self.parts = 0
 
     def wait(self, device: torch.device) -> None:
         """Wait once for all: a second wait can deliver a second time, over what came since."""
         if self._works:
             wait_all(self._works)
-            if device.type == "cuda":
+            if device.type == "cuda" and self.parts > 1:
                 self._arrived = torch.cuda.current_stream(device).record_event()
         elif self._arrived is not None:
             # On this stream nobody may have waited yet.
             torch.cuda.current_stream(device).wait_event(self._arrived)
+
+
+# With a sum, and without waiting.
+_ADDING = dist.ReduceScatterOptions()
+#: What nobody waits for.
+NOTHING = Flight([])
 
 
 class Arrival:
@@ -85,6 +91,7 @@ class Arrival:
         """Part off the first so many matrices, to be waited for on their own."""
         first = Arrival(self._flight, self._wholes[:count], self._parcels[:count])
         self._wholes, self._parcels = self._wholes[count:], self._parcels[count:]
+        self._flight.parts += 1
         return first
 
     def wait(self) -> list[Tensor]:
@@ -92,7 +99,7 @@ class Arrival:
         if self._wholes:
             self._flight.wait(self._wholes[0].device)
         # Whoever keeps the arrival for its state must not keep the memory.
-        self._flight = Flight([])
+        self._flight = NOTHING
         wholes, parcels, self._wholes, self._parcels = self._wholes, self._parcels, [], []
         return [_without_padding(w, p) for w, p in zip(wholes, parcels, strict=True)]
 
@@ -136,7 +143,7 @@ class Channel:
         """Give a number without waiting for the others; :meth:`wait_for` has the answer."""
         self.agreements += 1
         bounds = torch.tensor([code, -code])
-        with _peers("agree on the next collective"):
+        with _Peers("agree on the next collective"):
             work = dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self.group, async_op=True)
         return work, bounds
 
@@ -149,7 +156,7 @@ class Channel:
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank."""
         votes = torch.tensor(list(flags), dtype=torch.int64)
-        with _peers("compare their gradients"):
+        with _Peers("compare their gradients"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
         return votes.bool().tolist()
 
@@ -158,7 +165,7 @@ class Channel:
         if self.size > 1:
             x = x.clone()
             self.wire_bytes += x.nbytes
-            with _peers("agree on a scale"):
+            with _Peers("agree on a scale"):
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
@@ -166,7 +173,7 @@ class Channel:
         """Elementwise sum over the ranks."""
         if self.size > 1:
             x = x.clone()
-            with _peers("add up"):
+            with _Peers("add up"):
                 dist.all_reduce(x, group=self.group)
         return x
 
@@ -176,18 +183,27 @@ class Channel:
             return Arrival(Flight([]), [parcel.rows for parcel in parcels], parcels)
         if self.peers is not None and self.peers.holds([parcel.rows for parcel in parcels]):
             return self._pull(self.peers, parcels)
-        # As bytes: a coalesced collective takes one dtype, and codes travel with float scales.
-        sent = [_padded(p.rows, p.chunk).view(torch.uint8) for p in parcels]
+        sent = [_padded(p.rows, p.chunk) for p in parcels]
+        first = sent[0]
+        # A coalesced collective takes one dtype, and codes travel with float scales; gloo does
+        # not take every dtype.
+        as_bytes = not first.is_cuda or any(rows.dtype is not first.dtype for rows in sent)
+        if as_bytes:
+            sent = [rows.view(torch.uint8) for rows in sent]
         wholes = [
-            self.leases.lend((self.size * len(rows), *rows.shape[1:]), rows.dtype, rows.device)
-            for rows in sent
+            self.leases.lend((self.size * x.shape[0], *x.shape[1:]), x.dtype, x.device)
+            for x in sent
         ]
         self.wire_bytes += sum(whole.nbytes for whole in wholes)
         self.collectives += 1
-        with _peers("gather a weight"):
-            work = self.group.allgather_into_tensor_coalesced(wholes, sent)
+        with _Peers("gather a weight"):
+            if len(sent) == 1:
+                work = self.group._allgather_base(wholes[0], sent[0])
+            else:
+                work = self.group.allgather_into_tensor_coalesced(wholes, sent)
         # A collective reads what is sent until it is done, so the works hold it.
-        wholes = [w.view(p.rows.dtype) for w, p in zip(wholes, parcels, strict=True)]
+        if as_bytes:
+            wholes = [w.view(p.rows.dtype) for w, p in zip(wholes, parcels, strict=True)]
         return Arrival(Flight([(work, sent)]), wholes, parcels)
 
     def _pull(self, peers: PeerMemory, parcels: list[Parcel]) -> Arrival:
@@ -206,7 +222,7 @@ class Channel:
     def fence(self) -> None:
         """Let no GPU go on before all have come here; no host waits."""
         if self.peers is not None:
-            with _peers("wait for each other"):
+            with _Peers("wait for each other"):
                 dist.all_reduce(self.peers.token, group=self.group)
 
     def scatter(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
@@ -216,11 +232,14 @@ class Channel:
         if self.size == 1:
             return Arrival(Flight([]), wholes, parcels)
         sent = [_spread(whole, rows) for whole, rows in zip(wholes, counts, strict=True)]
-        shards = [rows.new_empty(len(rows) // self.size, *rows.shape[1:]) for rows in sent]
+        shards = [x.new_empty(x.shape[0] // self.size, *x.shape[1:]) for x in sent]
         self.wire_bytes += sum(rows.nbytes for rows in sent)
         self.collectives += 1
-        with _peers("reduce a gradient"):
-            work = self.group.reduce_scatter_tensor_coalesced(shards, sent)
+        with _Peers("reduce a gradient"):
+            if len(sent) == 1:
+                work = self.group._reduce_scatter_base(shards[0], sent[0], _ADDING)
+            else:
+                work = self.group.reduce_scatter_tensor_coalesced(shards, sent)
         return Arrival(Flight([(work, sent)]), shards, parcels)
 
     def exchange(self, wholes: list[Tensor], counts: list[tuple[int, ...]]) -> Arrival:
@@ -232,7 +251,7 @@ class Channel:
         self.wire_bytes += sum(rows.nbytes for rows in sent)
         arrived = [torch.empty_like(rows) for rows in sent]
         self.collectives += 1
-        with _peers("reduce a gradient"):
+        with _Peers("reduce a gradient"):
             works = [
                 (dist.all_to_all_single(new, rows, group=self.group, async_op=True), rows)
                 for new, rows in zip(arrived, sent, strict=True)
@@ -246,22 +265,29 @@ def wait_all(works: list[Any]) -> None:
     Raises:
         PeerError: One did not come to its end.
     """
-    with _peers("finish a collective"):
+    with _Peers("finish a collective"):
         while works:
             work = works.pop()
             (work[0] if isinstance(work, tuple) else work).wait()
 
 
-@contextlib.contextmanager
-def _peers(what: str) -> Iterator[None]:
-    try:
-        yield
-    except PeerError:
-        raise
-    except RuntimeError as error:
+class _Peers:
+    """Where a collective fails, a peer is lost."""
+
+    # A class, because contextlib's generators cost several times as much, and this is on the
+    # path of every weight.
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, PeerError):
+            return
         raise LostPeerError(
-            f"the ranks of this group were to {what}, but another one has gone or did not answer "
-            f"in time ({error}); look at the output of the other ranks, and start all again"
+            f"the ranks of this group were to {self._what}, but another one has gone or did not "
+            f"answer in time ({error}); look at the output of the other ranks, and start all again"
         ) from error
 
 
@@ -270,7 +296,7 @@ def _answers_on_host(group: dist.ProcessGroup) -> bool:
 
 
 def _padded(rows: Tensor, chunk: int) -> Tensor:
-    if len(rows) == chunk:
+    if rows.shape[0] == chunk:
         return rows.contiguous()
     padded = rows.new_zeros(chunk, *rows.shape[1:])
     padded[: len(rows)] = rows
@@ -289,7 +315,7 @@ def _spread(whole: Tensor, counts: tuple[int, ...]) -> Tensor:
 def _without_padding(whole: Tensor, parcel: Parcel) -> Tensor:
     total, chunk = sum(parcel.counts), parcel.chunk
     if parcel.is_dense:
-        return whole[:total]
+        return whole if whole.shape[0] == total else whole[:total]
     starts = range(0, chunk * len(parcel.counts), chunk)
     pairs = zip(starts, parcel.counts, strict=True)
     return torch.cat([whole[start : start + count] for start, count in pairs])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 
@@ -78,22 +79,22 @@ class Layout:
             cuts = (*cuts, G * N)
         return cls(shape, cuts, split)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """M, rows of the whole weight."""
         return self.cuts[-1]
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """K."""
         return self.shape[-1]
 
-    @property
+    @functools.cached_property
     def groups(self) -> int | None:
         """G, or None where the weight is a single matrix."""
         return self.shape[0] if len(self.shape) == 3 else None
 
-    @property
+    @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """Rows of each rank."""
         return tuple(end - start for start, end in itertools.pairwise(self.cuts))

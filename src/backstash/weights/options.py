@@ -70,7 +70,7 @@ class ShardOptions:
     delivery: Delivery | str = Delivery.OVERLAPPED
     others: Others | str = Others.REDUCE
     carrier: Carrier | str = Carrier.COLLECTIVE
-    together_bytes: int = 32 << 20
+    together_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         kinds = {"split": Split, "reduce": Reduce, "delivery": Delivery, "others": Others}

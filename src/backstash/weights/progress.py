@@ -110,8 +110,12 @@ class Progress:
 
     def _find(self, wish: Wish) -> int | None:
         """The position of a use, behind the last one; else all that is left is joined."""
+        uses, i = self.order.uses, self._next
+        if i < len(uses) and uses[i] is wish:
+            self._next = i + 1
+            return i
         try:
-            i = self.order.uses.index(wish, self._next)
+            i = uses.index(wish, i)
         except ValueError:
             self._run_out_surprised()
             return None
@@ -120,10 +124,13 @@ class Progress:
         return i
 
     def _drop(self, before: int) -> None:
-        for i in [i for i in self._gathers if i < before]:
-            self._gathers.pop(i).drop()
+        if self._gathers and min(self._gathers) < before:
+            for i in [i for i in self._gathers if i < before]:
+                self._gathers.pop(i).drop()
 
     def _start(self, until: int) -> None:
+        if self._started >= until:
+            return
         for convoy in self.order.convoys[self._started : until]:
             self._started += 1
             uses = [self.order.uses[i] for i in convoy]

@@ -60,7 +60,7 @@ def shard_weights(
     *,
     filter: Filter | None = None,
     gather: Recipe | str = "high_precision",
-    prefetch: int = 2,
+    prefetch: int = 1,
     options: ShardOptions | None = None,
 ) -> Sharding:
     """Leave each rank of ``group`` a part of each weight of ``module``, in place.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Sharding:
         during = _pass()
         if during is Pass.BACKWARD:
             self._begin_backward()
-        wish = Wish(_GATHERS[usage], during, bundle.index)
+        wish = Wish.of(_GATHERS[usage], during, bundle.index)
         with self._together():
             gather = self._progress.gather(wish) if self._progress else None
             if gather is None:
@@ -123,7 +123,7 @@ class Sharding:
         backward_runs = _pass() is Pass.BACKWARD
         if backward_runs:
             self._begin_backward()
-        wish = Wish(Kind.REDUCE, Pass.BACKWARD, bundle.index)
+        wish = Wish.of(Kind.REDUCE, Pass.BACKWARD, bundle.index)
         with self._together():
             if not (self._progress and self._progress.reduce(wish, grads)):
                 self._obtain(wish)
@@ -203,10 +203,10 @@ class Sharding:
             return
         bundles, wide = self.bundles, self.options.accumulate
         self._progress = Progress(order, bundles, self.channel, wide, self._arrivals.expect)
-        uses = [use for use in order.uses if use.kind is not Kind.REDUCE]
+        gathers = [use for use in order.uses if use.kind is not Kind.REDUCE]
         with self._together():
             self._open_peers(during)
-            ask_together([(bundles[use.bundle], use.usage) for use in uses], self.channel)
+            ask_together([(bundles[use.bundle], use.usage) for use in gathers], self.channel)
             self._progress.begin()
 
     def _end_pass(self, during: Pass) -> None:
@@ -289,17 +289,12 @@ class Sharding:
 
     def _note(self, now: Wish) -> None:
         """All ranks do this now, so all see where a pass is not begun by the module's forward."""
-        self._log.append(now)
+        self._log.append(Wish.of(now.kind, now.during, now.bundle))
         self._is_free = self._is_free or self._open is not now.during
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self) -> _Together:
         """Where another rank has failed, this one forgets the step."""
-        try:
-            yield
-        except PeerError as error:
-            self._start_over(waits=not isinstance(error, LostPeerError))
-            raise
+        return _Together(self._start_over)
 
     def _fail(self) -> None:
         """Do what the others count on, tell them, and forget the step."""
@@ -319,6 +314,20 @@ class Sharding:
         self._close(None)
         self._runs = dict.fromkeys(Pass, 0)
         self._in_backward = False
+
+
+class _Together:
+    """Calls back where a peer failed; a class, as it is on the path of every weight."""
+
+    def __init__(self, start_over: Any) -> None:
+        self._start_over = start_over
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, PeerError):
+            self._start_over(waits=not isinstance(error, LostPeerError))
 
 
 def _pass() -> Pass:

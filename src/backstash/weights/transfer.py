@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.formats import Usage
 from backstash.tensors import QuantizedTensor
-from backstash.weights.channel import Arrival, Channel, Flight, Parcel
+from backstash.weights.channel import NOTHING, Arrival, Channel, Parcel
 from backstash.weights.layout import Layout
 from backstash.weights.states import State, move
-from backstash.weights.travel import Travel, WeightKind
+from backstash.weights.travel import Travel, WeightKind, as_matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Gather:
         self._members = members
         self._shards = shards
         self._versions = [shard._version for shard in shards]
-        self._arrival = Arrival(Flight([]), [], [])
+        self._arrival = Arrival(NOTHING, [], [])
         with torch.no_grad():
             self._sent = [
                 member.ways[usage].pack(shard, member.layout, channel.rank, amax)
@@ -124,9 +124,9 @@ class Reduction:
         self._channel = channel
         self._wide = wide
         self._members = members
-        self._arrival = Arrival(Flight([]), [], [])
+        self._arrival = Arrival(NOTHING, [], [])
         self._wholes = [
-            grad.reshape(member.layout.rows, member.layout.columns)
+            as_matrix(grad, member.layout.rows, member.layout.columns)
             for member, grad in zip(members, grads, strict=True)
         ]
         self._state = State.REDUCING
@@ -153,10 +153,8 @@ class Reduction:
         if self._wide is not None:
             arrived = [self._added_up(rows, self._wide) for rows in arrived]
         rank = self._channel.rank
-        return [
-            rows[: member.layout.counts[rank]].view(member.layout.shard_shape(rank))
-            for member, rows in zip(self._members, arrived, strict=True)
-        ]
+        pairs = zip(self._members, arrived, strict=True)
+        return [_shard_of(rows, member.layout, rank) for member, rows in pairs]
 
     def _added_up(self, rows: Tensor, wide: torch.dtype) -> Tensor:
         first, *others = rows.chunk(self._channel.size) if len(rows) else [rows]
@@ -185,6 +183,13 @@ def send_reductions(
         arrival = send([whole for whole, _ in flat], [counts for _, counts in flat])
     for reduction, of_one in zip(reductions, pairs, strict=True):
         reduction.expect(arrival.take_first(len(of_one)))
+
+
+def _shard_of(rows: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Without padding, and in the shape of the shard."""
+    shape = layout.shard_shape(rank)
+    # To look is cheaper than to make a view: this is on the path of every weight.
+    return rows if rows.shape == shape else rows[: layout.counts[rank]].view(shape)
 
 
 def _buffers(whole: Tensor) -> list[Tensor]:

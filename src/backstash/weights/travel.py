@@ -63,6 +63,11 @@ class Sent:
     known: dict[str, Tensor]
 
 
+def as_matrix(x: Tensor, rows: int, columns: int) -> Tensor:
+    """All rows one after another; ``x`` itself where it is that already."""
+    return x if x.shape == (rows, columns) else x.reshape(rows, columns)
+
+
 class Question(enum.Enum):
     """Largest magnitudes of a shard, of which the largest of all ranks is needed."""
 
@@ -136,7 +141,7 @@ class Travel:
 
     def pack(self, shard: Tensor, layout: Layout, rank: int, amax: Tensor | None) -> Sent:
         """What this rank sends; ``amax`` is the answer of all ranks to the question."""
-        x_MK = shard.reshape(layout.counts[rank], layout.columns)
+        x_MK = as_matrix(shard, layout.counts[rank], layout.columns)
         if isinstance(self.format, HighPrecisionFormat):
             return Sent({"values": Parcel(x_MK, layout.counts)}, {})
         ends_G = layout.shard_ends(rank, shard.device)
@@ -154,7 +159,7 @@ class Travel:
         """The whole weight from the whole of each parcel."""
         layout = weight.layout
         if isinstance(self.format, HighPrecisionFormat):
-            return arrived[0].view(layout.shape)
+            return arrived[0] if arrived[0].shape == layout.shape else arrived[0].view(layout.shape)
         parts = dict(zip(sent.parcels, arrived, strict=True)) | sent.known
         specs = self.format.buffers(
             layout.rows, layout.columns, weight.dtype, self.usage, layout.groups
