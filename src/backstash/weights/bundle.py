@@ -22,6 +22,9 @@ from backstash.weights.states import State
 from backstash.weights.transfer import Gather, Member, Reduction, send_gathers, send_reductions
 from backstash.weights.travel import Question
 
+# Transfers that are known longer than they last; to look through them costs more.
+_FINISHED = 8
+
 #: Which of a bundle's weights, and what about it.
 Asked = tuple[int, Question | None]
 
@@ -67,7 +70,6 @@ class Bundle:
     @property
     def state(self) -> State:
         """The state of the transfer that holds the most."""
-        self._forget_finished()
         states = {transfer.state for transfer in (*self._gathers, *self._reductions)}
         return max(states, key=list(State).index, default=State.SHARDED)
 
@@ -141,9 +143,9 @@ class Bundle:
         return reduction
 
     def _forget_finished(self) -> None:
-        if self._gathers:
+        if len(self._gathers) > _FINISHED:
             self._gathers = [g for g in self._gathers if g.state is not State.SHARDED]
-        if self._reductions:
+        if len(self._reductions) > _FINISHED:
             self._reductions = [r for r in self._reductions if r.state is not State.SHARDED]
 
     def _whole_gradient(self, grad: Tensor | None, member: Member) -> Tensor:

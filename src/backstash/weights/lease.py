@@ -25,6 +25,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._out: list[tuple[StorageWeakRef, int]] = []
+        self._most = 0
         self.peak_bytes = 0
 
     def lend(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,15 +37,20 @@ class Leases:
     def track(self, tensor: Tensor) -> Tensor:
         """Count memory that came from elsewhere; returns the tensor."""
         storage = tensor.untyped_storage()
-        self._out.append((StorageWeakRef(storage), storage.nbytes()))
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        size = storage.nbytes()
+        self._out.append((StorageWeakRef(storage), size))
+        # What is out is looked through only where it could be a new peak: each look asks them all.
+        self._most += size
+        if self._most > self.peak_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
         return tensor
 
     @property
     def bytes(self) -> int:
         """Bytes that are out now."""
         self._out = [(storage, size) for storage, size in self._out if not storage.expired()]
-        return sum(size for _, size in self._out)
+        self._most = sum(size for _, size in self._out)
+        return self._most
 
     def reset_peak(self) -> None:
         """Start to measure the peak anew, from what is out now."""

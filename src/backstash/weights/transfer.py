@@ -53,11 +53,10 @@ class Gather:
         self._shards = shards
         self._versions = [shard._version for shard in shards]
         self._arrival = Arrival(NOTHING, [], [])
-        with torch.no_grad():
-            self._sent = [
-                member.ways[usage].pack(shard, member.layout, channel.rank, amax)
-                for member, shard, amax in zip(members, shards, amaxes, strict=True)
-            ]
+        self._sent = [
+            member.ways[usage].pack(shard, member.layout, channel.rank, amax)
+            for member, shard, amax in zip(members, shards, amaxes, strict=True)
+        ]
         # With one rank what is handed out is the shard: no memory that could be freed.
         self._is_copy = channel.size > 1
         self._state = State.GATHERING
@@ -96,13 +95,13 @@ class Gather:
             self._storages = [
                 StorageWeakRef(buffer.untyped_storage()) for w in wholes for buffer in _buffers(w)
             ]
-        self._sent = []
+        self._sent, self._shards = [], []
         return wholes
 
     def drop(self) -> None:
         """Wait, and let it go: nobody needs it."""
         self._state = move(self._state, State.GATHERING, State.SHARDED, "a gather")
-        self._sent = []
+        self._sent, self._shards = [], []
         self._arrival.wait()
 
 
@@ -178,9 +177,8 @@ def send_reductions(
     """Start reductions in one collective; all ranks do, now."""
     pairs = [reduction.hand_over() for reduction in reductions]
     flat = [pair for of_one in pairs for pair in of_one]
-    with torch.no_grad():
-        send = channel.scatter if wide is None else channel.exchange
-        arrival = send([whole for whole, _ in flat], [counts for _, counts in flat])
+    send = channel.scatter if wide is None else channel.exchange
+    arrival = send([whole for whole, _ in flat], [counts for _, counts in flat])
     for reduction, of_one in zip(reductions, pairs, strict=True):
         reduction.expect(arrival.take_first(len(of_one)))
 
