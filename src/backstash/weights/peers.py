@@ -45,6 +45,7 @@ class PeerMemory:
         self._rank = rank
         self._keeper = keeper  # of the mapping of the others' memory
         self._used = 0
+        self._views: dict[Any, list[Tensor]] = {}
         self.pulls = 0
         self.token = torch.zeros((), device=self._mine.device)
         self._stream = torch.cuda.Stream(self._mine.device)
@@ -101,17 +102,25 @@ class PeerMemory:
         size = len(self._buffers)
         with torch.cuda.stream(self._stream):
             for rows, whole, counts in pairs:
-                start = rows.storage_offset() * rows.itemsize
-                width = rows.shape[1:].numel() * rows.itemsize
-                target = whole.view(torch.uint8).flatten()
+                shards = self._shards(rows, counts)
                 # Each rank begins with its neighbour, so that not all read one.
                 for turn in range(1, size + 1):
                     peer = (self._rank + turn) % size
-                    first, count = sum(counts[:peer]) * width, counts[peer] * width
-                    target[first : first + count].copy_(
-                        self._buffers[peer][start : start + count], non_blocking=True
-                    )
+                    first = sum(counts[:peer])
+                    whole[first : first + counts[peer]].copy_(shards[peer])
             return self._stream.record_event()
+
+    def _shards(self, rows: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
+        """The rows of each rank, of which these are one's own."""
+        start = rows.storage_offset() * rows.itemsize
+        place = (start, rows.dtype, rows.shape[1:], counts)
+        if place not in self._views:
+            width = rows.shape[1:].numel() * rows.itemsize
+            self._views[place] = [
+                buffer[start : start + count * width].view(rows.dtype).view(count, *rows.shape[1:])
+                for buffer, count in zip(self._buffers, counts, strict=True)
+            ]
+        return self._views[place]
 
 
 def _within_reach(group: dist.ProcessGroup, device: torch.device) -> bool:
