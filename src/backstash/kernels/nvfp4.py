@@ -34,10 +34,14 @@ from backstash.kernels.nvfp4_codes import (
     scales_of,
     together,
     values_of,
+    words_of,
 )
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
-_ROWS, _BLOCKS, _STEPS = 4, 32, 2
+# Rows, blocks of columns, and steps of a program: programs with groups have sixteen rows, or
+# fewer of them would be full; a program that stores wide values has one block a thread.
+_ROWS, _ROWS_OF_GROUPS, _TILES = (4, 32, 4), (16, 32, 2), (16, 32, 1)
+_VALUES, _VALUES_OF_GROUPS = (4, 32, 1), (16, 8, 1)
 
 
 @triton.jit
@@ -72,6 +76,7 @@ def along_rows(
     BC: tl.constexpr,
     STEPS: tl.constexpr,
     WIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
@@ -105,10 +110,17 @@ def along_rows(
             p_scale = p_row_scales + o_first * blocks + (o_row * blocks + i_block)
             tl.store(p_scale, byte.to(tl.uint8), mask=m_row & (i_block < blocks))
             i_draw = (o_first + i_row) * blocks + i_block
-        codes = bytes_of(x, multiplier, p_seed, i_draw, 2 if TILES else 0)
-        i_byte = i_block[:, None] * 8 + tl.arange(0, 8)[None, :]
-        mask = m_row[:, None] & (i_byte < width)
-        tl.store(p_codes + (o_row[:, None] * width + i_byte), codes, mask=mask)
+        words = together(words_of(x, multiplier, p_seed, i_draw, 2 if TILES else 0), 1)
+        i_word = i_block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        if WORDS:
+            p_words = p_codes.to(tl.pointer_type(tl.uint32)) + o_row[:, None] * (width // 4)
+            mask = m_row[:, None] & (i_word * 4 < width)
+            tl.store(p_words + i_word, words, mask=mask)
+        else:
+            i_byte = i_word[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+            mask = m_row[:, None, None] & (i_byte < width)
+            p_bytes = p_codes + (o_row[:, None, None] * width + i_byte)
+            tl.store(p_bytes, bytes_of(words), mask=mask)
 
 
 @triton.jit(do_not_specialize=["groups", "rows"])
@@ -130,6 +142,7 @@ def _quantize_kernel(
     BC: tl.constexpr,
     STEPS: tl.constexpr,
     WIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
@@ -139,7 +152,7 @@ def _quantize_kernel(
     along_rows(
         p_x, p_codes, p_row_scales, p_tile_scales, p_amax, p_seed, first, end, group, groups,
         columns, width, row_stride, amax_stride, i_rows, tl.program_id(0) % chunks,
-        B, BC, STEPS, WIDE, CANDIDATES, OFFSET,
+        B, BC, STEPS, WIDE, WORDS, CANDIDATES, OFFSET,
     )  # fmt: skip
 
 
@@ -181,7 +194,7 @@ def _dequantize_kernel(
         if p_row_scales is not None:
             p_scale = p_row_scales + o_first * blocks + (o_row * blocks + i_block)
         else:
-            p_scale = p_tile_scales + tl.cast(i_rows, tl.int64) * blocks + i_block
+            p_scale = p_tile_scales + tl.cast(i_rows // (16 // B), tl.int64) * blocks + i_block
         scale = tl.load(p_scale, mask=m_read & (i_block < blocks), other=0)
         factor = factor_of(scale.to(tl.float8e4nv, bitcast=True).to(tl.float32), amax)
         i_byte = i_block[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -275,7 +288,8 @@ def _quantize(
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     codes = new_bytes(rows, triton.cdiv(columns, 2), like=x_MK)
-    tile, programs = _tile(rows, columns, ends_G, in_tiles=scales[1] is not None)
+    shape = _TILES if scales[0] is None else _ROWS if ends_G is None else _ROWS_OF_GROUPS
+    tile, programs = _tile(rows, columns, ends_G, shape)
     if programs:
         _quantize_kernel[(programs,)](
             x_MK,
@@ -292,6 +306,7 @@ def _quantize(
             amax.stride(0) if amax.ndim == 2 else None,
             **tile,
             **cast_options(x_MK),
+            WORDS=codes.shape[1] % 8 == 0,
             CANDIDATES=candidates,
         )
     return codes
@@ -301,7 +316,8 @@ def _dequantize(
     codes: Tensor, scales: Scales, amax: Tensor, y_MK: Tensor, ends_G: Tensor | None
 ) -> None:
     rows, columns = y_MK.shape
-    tile, programs = _tile(rows, columns, ends_G, in_tiles=scales[1] is not None)
+    shape = _VALUES if ends_G is None else _VALUES_OF_GROUPS
+    tile, programs = _tile(rows, columns, ends_G, shape)
     if programs:
         _dequantize_kernel[(programs,)](
             codes.contiguous(),
@@ -320,14 +336,13 @@ def _dequantize(
 
 
 def _tile(
-    rows: int, columns: int, ends_G: Tensor | None, *, in_tiles: bool
+    rows: int, columns: int, ends_G: Tensor | None, shape: tuple[int, int, int]
 ) -> tuple[dict[str, Any], int]:
-    """The constants of a launch, and how many programs it has."""
+    """The constants of a launch of programs of some shape, and how many there are."""
+    B, BC, steps = shape
     blocks = triton.cdiv(columns, NVFP4_BLOCK)
-    BC = min(_BLOCKS, triton.next_power_of_2(max(8, blocks)))
-    # In groups a program has few rows too many; without them it can have few rows.
-    B = NVFP4_BLOCK if in_tiles or ends_G is not None else _ROWS
-    steps = min(_STEPS, max(1, triton.cdiv(blocks, BC)))
+    BC = min(BC, triton.next_power_of_2(max(8, blocks)))
+    steps = min(steps, max(1, triton.cdiv(blocks, BC)))
     programs = block_count(rows, ends_G, B) * triton.cdiv(blocks, BC * steps)
     return {"B": B, "BC": BC, "STEPS": steps}, programs
 

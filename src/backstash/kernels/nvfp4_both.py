@@ -21,6 +21,7 @@ from torch import Tensor
 from backstash.kernels.blocks import group_number, new_bytes, unit_columns
 from backstash.kernels.nvfp4 import along_rows, cast_options
 from backstash.kernels.nvfp4_columns import (
+    are_words,
     column_table,
     column_width,
     down_columns,
@@ -29,8 +30,8 @@ from backstash.kernels.nvfp4_columns import (
 )
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
-# A program of each direction has as many values: 16 rows by 256, or 64 rows by 64 columns.
-_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 16, 4, 64, 2
+# A program of each direction has as many values: 16 rows by 512, or 64 rows by 128 columns.
+_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 4, 128, 4
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks"])
@@ -59,6 +60,8 @@ def _quantize_kernel(
     BK: tl.constexpr,
     V: tl.constexpr,
     WIDE: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
@@ -77,12 +80,12 @@ def _quantize_kernel(
             along_rows(
                 p_x, p_row_codes, p_row_scales, None, p_row_amax, p_seed, first, end, group,
                 groups, columns, row_width, row_stride, row_amax_stride, i_rows,
-                i_program % chunks, 16, BC, 1, WIDE, CANDIDATES, OFFSET,
+                i_program % chunks, 16, BC, 1, WIDE, ROW_WORDS, CANDIDATES, OFFSET,
             )  # fmt: skip
     elif i_program < tl.cdiv(blocks, NB) * tl.cdiv(columns, BK):
         down_columns(
             p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
-            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, CANDIDATES,
+            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, WORDS, CANDIDATES,
         )  # fmt: skip
 
 
@@ -131,6 +134,8 @@ def quantize_nvfp4_both(
             column_amax.shape[1] if column_amax.ndim == 2 else None,
             **tile,
             **cast_options(x_MK),
+            ROW_WORDS=along_rows[0].shape[1] % 8 == 0,
+            WORDS=are_words(rows, ends_G, multiple),
             CANDIDATES=1 + four_over_six,
         )
     return along_rows, down_columns

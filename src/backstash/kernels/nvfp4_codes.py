@@ -24,6 +24,10 @@ from backstash.kernels.reference.cast import FLOAT32_MAX
 LARGEST_FLOAT = tl.constexpr(FLOAT32_MAX)
 # The largest code times the largest scale.
 _LARGEST = tl.constexpr(448.0 * 6.0)
+# Half more than 2^23, and four: a code less four, or plus four with a sign, is a nibble more
+# than the float whose bits are ``_EXTRA``.
+_WHOLE = tl.constexpr(12582912.0 + 4.0)
+_EXTRA = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -62,26 +66,30 @@ def factor_of(scale, amax):
 
 
 @triton.jit
-def _shift_of(size):
-    """A power of two whose last bit is the step of the codes around ``size``, and two steps."""
+def _rounded(size):
+    """The magnitude of the nearest code, the even one of two, for sizes up to 6."""
     bits = size.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.maximum(bits + ((22 << 23) + 2), (149 << 23) + 2)
-    return bits.to(tl.float32, bitcast=True)
+    # A power of two whose last bit is the step of the codes around the value.
+    shift = tl.maximum(bits + (22 << 23), 149 << 23).to(tl.float32, bitcast=True)
+    return (size + shift) - shift
 
 
 @triton.jit
 def nearest(scaled):
-    """The nearest nibble, the even one of two, in the last bits of an int32 with more in it.
+    """The nearest nibble, the even one of two, plus ``_EXTRA``; too large and NaN are 6.
 
-    What is too large is 6, and so is a NaN, which a GPU computes without a sign.
+    Codes rise by one each half up to 2, each whole from 2 to 4, each two from there on; the
+    line that rises slowest is the lowest where it holds, so the code is the least of the three.
     """
+    size = tl.abs(scaled)
+    # Sums beyond 2^23 are rounded to whole numbers, ties to even.
+    halves, wholes = tl.fma(size, 2.0, _WHOLE), size + (_WHOLE + 2.0)
     # The smaller of a NaN and a number is the number.
-    size = tl.minimum(tl.abs(scaled), 6.0)
-    moved = (size + _shift_of(size)).to(tl.uint32, bitcast=True)
-    moved |= scaled.to(tl.uint32, bitcast=True) & 0x80000000
-    # The last bits count steps, from 2 on; the exponent e of the value adds 2 e and 10; the
-    # first four bits are the sign, worth 8, and 4.
-    return moved + (moved >> 22) + (moved >> 28)
+    slow = tl.minimum(tl.fma(size, 0.5, _WHOLE + 4.0), _WHOLE + 7.0)
+    code = tl.minimum(tl.minimum(halves, wholes), slow)
+    # A GPU computes a NaN without a sign.
+    four = (scaled.to(tl.uint32, bitcast=True) & 0x80000000) | 0x40800000
+    return (code - four.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -123,8 +131,7 @@ def _error(x, scale, over_all, amax):
     for i in tl.static_range(16):
         size = tl.abs(x[i])
         scaled = tl.minimum(size * multiplier, 6.0)
-        shift = _shift_of(scaled)
-        difference = size - ((scaled + shift) - shift) * factor
+        difference = size - _rounded(scaled) * factor
         error += tl.where(difference == difference, difference * difference, 0.0)
     return error
 
@@ -187,8 +194,8 @@ def _of_rows(value, N: tl.constexpr):
 
 
 @triton.jit
-def bytes_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
-    """Eight bytes of codes of each block, as a tensor with a new last dimension.
+def words_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
+    """The codes of each block as two words of 32 bits, the first place in the lowest bits.
 
     With a seed, block ``i_block`` of stream ``STREAM`` is rounded by its own random bytes.
     """
@@ -197,17 +204,32 @@ def bytes_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
         i_block = i_block.to(tl.uint32)
         zero = i_block * 0
         low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
-        words = tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
-    pairs = ()
-    for i in tl.static_range(8):
-        even, odd = x[2 * i] * multiplier, x[2 * i + 1] * multiplier
+        random = tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
+    words = ()
+    for i in tl.static_range(2):
+        word = tl.zeros_like(x[0]).to(tl.uint32)
+        for k in tl.static_range(8):
+            scaled = x[8 * i + k] * multiplier
+            if p_seed is None:
+                word += nearest(scaled) << (4 * k)
+            else:
+                byte = (random[2 * i + k // 4] >> (8 * (k % 4))) & 0xFF
+                word += drawn(scaled, byte) << (4 * k)
         if p_seed is None:
-            pair = (nearest(even) & 15) | (nearest(odd) << 4)
-        else:
-            word = words[i // 2] >> (i % 2 * 16)
-            pair = drawn(even, word & 0xFF) | (drawn(odd, (word >> 8) & 0xFF) << 4)
-        pairs += (pair.to(tl.uint8),)
-    return together(pairs, 3)
+            word -= (_EXTRA * 0x11111111) & 0xFFFFFFFF
+        words += (word,)
+    return words
+
+
+@triton.jit
+def bytes_of(words):
+    """The bytes of words, the lowest first, along a new last dimension of 4."""
+    shape: tl.constexpr = words.shape
+    if len(shape) == 2:
+        shifts = tl.arange(0, 4)[None, None, :]
+    else:
+        shifts = tl.arange(0, 4)[None, None, None, :]
+    return (tl.expand_dims(words, -1) >> (8 * shifts).to(tl.uint32)).to(tl.uint8)
 
 
 @triton.jit

@@ -28,11 +28,13 @@ from backstash.kernels.nvfp4_codes import (
     bytes_of,
     factor_of,
     scales_of,
+    together,
     values_of,
+    words_of,
 )
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_bytes
 
-_BLOCKS, _COLUMNS = 4, 64
+_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 4, 128, 4
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks", "bound"])
@@ -156,6 +158,7 @@ def down_columns(
     NB: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
+    WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
     """Codes of NB blocks of rows in BK columns, of which a thread gets V side by side."""
@@ -163,9 +166,7 @@ def down_columns(
     i_block = (i_program // chunks) * NB + tl.arange(0, NB)
     i_column = tl.max_contiguous((i_program % chunks) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
-    first, end, group, prefix, width, before = _locate(
-        p_table, rows, width, i_block, blocks, p_rotation is not None
-    )
+    first, end, group, prefix, width, before = _locate(p_table, rows, width, i_block, blocks, WORDS)
     # The tail is not read: zeros have codes and a scale of zero.
     end = tl.where(group < groups, end, first)
     stride = tl.cast(row_stride, tl.int64)
@@ -184,9 +185,22 @@ def down_columns(
     o_scale = i_block.to(tl.int64)[:, None] * columns + i_column[None, :]
     mask = (i_block < blocks)[:, None] & m_column[None, :]
     tl.store(p_scales + o_scale, tl.reshape(byte, [NB, BK]).to(tl.uint8), mask=mask)
-    codes = bytes_of(x, multiplier, p_seed, tl.reshape(o_scale, [NB * BK]), 1)
-    p_byte, mask = _byte_places(p_codes, prefix, width, before, i_column, columns)
-    tl.store(p_byte, tl.reshape(codes, [NB, BK, 8]), mask=mask)
+    words = words_of(x, multiplier, p_seed, tl.reshape(o_scale, [NB * BK]), 1)
+    words = tl.reshape(together(words, 1), [NB, BK, 2])
+    i_word = tl.arange(0, 2)
+    p_block = p_codes + prefix.to(tl.int64) * columns + before
+    o_column = i_column.to(tl.int64)[None, :] * width[:, None]
+    if WORDS:
+        p_words = (p_block[:, None] + o_column).to(tl.pointer_type(tl.uint32))
+        mask = (before < width)[:, None, None] & m_column[None, :, None]
+        tl.store(p_words[:, :, None] + i_word[None, None, :], words, mask=mask)
+    else:
+        i_byte = i_word[:, None] * 4 + tl.arange(0, 4)[None, :]
+        p_bytes = p_block[:, None, None] + i_byte[None, :, :]
+        m_byte = before[:, None, None] + i_byte[None, :, :] < width[:, None, None]
+        mask = m_byte[:, None, :, :] & m_column[None, :, None, None]
+        p_bytes = p_bytes[:, None, :, :] + o_column[:, :, None, None]
+        tl.store(p_bytes, bytes_of(words), mask=mask)
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks"])
@@ -208,11 +222,12 @@ def _quantize_kernel(
     NB: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
+    WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
     down_columns(
         p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
-        blocks, width, row_stride, amax_stride, tl.program_id(0), NB, BK, V, CANDIDATES,
+        blocks, width, row_stride, amax_stride, tl.program_id(0), NB, BK, V, WORDS, CANDIDATES,
     )  # fmt: skip
 
 
@@ -296,6 +311,7 @@ def quantize_nvfp4_columns(
             x_MK.stride(0),
             amax.shape[1] if amax.ndim == 2 else None,
             **tile,
+            WORDS=are_words(rows, ends_G, multiple),
             CANDIDATES=1 + four_over_six,
         )
     return codes, scales_SK
@@ -351,6 +367,12 @@ def column_width(rows: int, ends_G: Tensor | None, multiple: int) -> int:
     return triton.cdiv(rows, multiple) * multiple // 2 if ends_G is None else 0
 
 
+def are_words(rows: int, ends_G: Tensor | None, multiple: int) -> bool:
+    """Whether the eight bytes of each block are known to lie at a multiple of eight."""
+    width = column_width(rows, ends_G, multiple)
+    return multiple == NVFP4_BLOCK or (ends_G is None and width % 8 == 0)
+
+
 def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | None:
     """Where the rows and the bytes of each block are: int32 ``(S, 8)``."""
     if ends_G is None:
@@ -371,4 +393,4 @@ def _tile(scales_SK: Tensor) -> tuple[dict[str, Any], int]:
     BK = min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
     programs = triton.cdiv(blocks, _BLOCKS) * triton.cdiv(columns, BK)
     # No product may be added without having been rounded.
-    return {"NB": _BLOCKS, "BK": BK, "V": 2, "enable_fp_fusion": False}, programs
+    return {"NB": _BLOCKS, "BK": BK, "V": _COLUMNS_A_THREAD, "enable_fp_fusion": False}, programs
