@@ -1,4 +1,4 @@
-"""Products of float8 codes over groups of rows, for the codes and dtypes that torch does not take.
+"""Products of float8 codes over groups of rows, where torch's are slower or take less.
 
 A program owns a tile of the result.  Both operands have what is added up over last in memory,
 so a tile of codes goes from memory to the matrix unit as it is, E4M3 and E5M2 alike, and the
@@ -22,8 +22,10 @@ from backstash.kernels.quantized_matmul.places import group_tile, load_codes, ro
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.tiles import groups_by_size
 
-_BM, _BN, _BK = 128, 128, 128
-_TILE: dict[str, Any] = {"BM": _BM, "BN": _BN, "BK": _BK, "num_warps": 8, "num_stages": 4}
+_BM = 128
+# A step's own sum takes as many registers again, so the tile is half as wide then.
+_TILE: dict[str, Any] = {"BM": _BM, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 4}
+_FAST_TILE: dict[str, Any] = {**_TILE, "BN": 256, "num_stages": 3}
 
 
 @triton.jit
@@ -118,7 +120,8 @@ def mm_rows(
     """Each row times its own group's ``b^T``: ``(T, C)``; the tail is zeros."""
     (rows, length), (groups, columns, _) = a.codes.shape, b.codes.shape
     out_TC = torch.empty(rows, columns, dtype=dtype, device=a.codes.device)
-    programs = block_count(rows, ends_G, _BM) * triton.cdiv(columns, _BN)
+    tile = _FAST_TILE if fast_accumulation and columns > _TILE["BN"] else _TILE
+    programs = block_count(rows, ends_G, _BM) * triton.cdiv(columns, tile["BN"])
     _rows_kernel[(programs,)](
         a.codes.contiguous(),
         a.scale_inv,
@@ -131,7 +134,7 @@ def mm_rows(
         length,
         columns,
         FAST=fast_accumulation,  # pyright: ignore[reportArgumentType]
-        **_TILE,
+        **tile,
     )
     return out_TC
 
@@ -140,7 +143,7 @@ def mm_columns(dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype)
     """``dy x^T`` over each group's columns: ``(G, N, K)``; zeros for an empty group."""
     (M, padded), columns, groups = dy.codes.shape, len(x.codes), len(padded_ends_G)
     out_GMC = torch.empty(groups, M, columns, dtype=dtype, device=x.codes.device)
-    tiles = groups * triton.cdiv(M, _BM) * triton.cdiv(columns, _BN)
+    tiles = groups * triton.cdiv(M, _BM) * triton.cdiv(columns, _TILE["BN"])
     _columns_kernel[(tiles,)](
         dy.codes,
         dy.scale_inv,
