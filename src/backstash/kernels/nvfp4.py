@@ -114,7 +114,7 @@ def along_rows(
         i_word = i_block[:, None] * 2 + tl.arange(0, 2)[None, :]
         if WORDS:
             p_words = p_codes.to(tl.pointer_type(tl.uint32)) + o_row[:, None] * (width // 4)
-            mask = m_row[:, None] & (i_word * 4 < width)
+            mask = m_row[:, None] & (i_word < width // 4)
             tl.store(p_words + i_word, words, mask=mask)
         else:
             i_byte = i_word[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]

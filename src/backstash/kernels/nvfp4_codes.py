@@ -201,7 +201,9 @@ def words_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
     """
     if p_seed is not None:
         offset = tl.load(p_seed + 1)
-        i_block = i_block.to(tl.uint32)
+        # A sum with nothing of a value, so that the threads that have the values draw for them.
+        nothing = tl.minimum(tl.abs(x[0]).to(tl.int32, bitcast=True), 0)
+        i_block = i_block.to(tl.uint32) + nothing.to(tl.uint32)
         zero = i_block * 0
         low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
         random = tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
