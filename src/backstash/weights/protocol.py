@@ -116,12 +116,15 @@ def finalize_weight_grads(
 
 
 def _as_group(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    # No isinstance with an abstract class where it can be helped: this is on every module's path.
     if isinstance(weights, list):
         return weights
+    if isinstance(weights, Tensor):
+        return [weights]
     if isinstance(weights, Sequence):
         return list(weights)
     # A marked object that is no tensor comes here too: is_distributed_weight names it.
-    if not isinstance(weights, Tensor) and not is_distributed_weight(weights):
+    if not is_distributed_weight(weights):
         raise DtypeError(
             f"a weight must be a torch.Tensor, or a list of them, got {type(weights).__name__}; "
             "give the parameters of the module"
