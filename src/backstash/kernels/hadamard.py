@@ -34,7 +34,7 @@ _MINUS = tl.constexpr(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
 # Sylvester's sign is the parity of the bits that two numbers have in common: here of each number.
 _ODD = tl.constexpr(0x6996)
 _BLOCK = 128
-_COLUMNS, _COLUMNS_A_THREAD = 256, 2
+_COLUMNS, _COLUMNS_A_THREAD = 512, 4
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _quarters(x):
 
 @triton.jit
 def rotate(x):
-    """Sums of bfloat16 values, rounded to bfloat16: ``y[j] = sum_i x[i] R[i, j]``."""
+    """Sums of bfloat16 values, not rounded yet: ``y[j] = sum_i x[i] R[i, j]``."""
     y, x = (), _quarters(x)
     for j in tl.static_range(16):
         # From zero on, so that no sum of zeros is a negative zero.
@@ -57,8 +57,14 @@ def rotate(x):
                 total -= x[i]
             else:
                 total += x[i]
-        y += (total.to(tl.bfloat16).to(tl.float32),)
+        y += (total,)
     return y
+
+
+@triton.jit
+def narrow(x):
+    """The nearest bfloat16 of float32 values, as float32."""
+    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -106,10 +112,11 @@ def _rotated_amax_kernel(
             x = ()
             for k in tl.static_range(16):
                 row = tl.load(p_row + k * stride, mask=m_column & (i_row + k < end), other=0)
-                x += (row.to(tl.float32).to(tl.bfloat16).to(tl.float32),)
+                x += (narrow(row.to(tl.float32)),)
             largest = tl.maximum(largest, largest_of(rotate(x)))
-        # Bits of floats that are not negative are ordered as the floats are.
-        bits = largest.to(tl.int32, bitcast=True)
+        # The largest of rounded values is the largest value, rounded.  Bits of floats that are
+        # not negative are ordered as the floats are.
+        bits = narrow(largest).to(tl.int32, bitcast=True)
         p_group = p_amax + tl.cast(group, tl.int64) * columns
         tl.atomic_max(p_group + i_column, bits, mask=m_column, sem="relaxed")
 

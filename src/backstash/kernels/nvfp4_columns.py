@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import block_count, group_number, new_bytes, unit_columns
-from backstash.kernels.hadamard import rotate, rotate_back
+from backstash.kernels.hadamard import narrow, rotate, rotate_back
 from backstash.kernels.nvfp4_codes import (
     apart,
     bytes_of,
@@ -176,10 +176,14 @@ def down_columns(
         mask = (first + i < end)[:, None] & m_column[None, :]
         row = tl.load(p_tile + i * stride, mask=mask, other=0).to(tl.float32)
         if p_rotation is not None:
-            row = row.to(tl.bfloat16).to(tl.float32)
+            row = narrow(row)
         x += (tl.reshape(row, [NB * BK]),)
     if p_rotation is not None:
         x = rotate(x)
+        narrowed = ()
+        for i in tl.static_range(16):
+            narrowed += (narrow(x[i]),)
+        x = narrowed
     amax = _load_amax(p_amax, group, groups, i_column, columns, amax_stride)
     byte, multiplier = scales_of(x, amax, False, CANDIDATES)
     o_scale = i_block.to(tl.int64)[:, None] * columns + i_column[None, :]
