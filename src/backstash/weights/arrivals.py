@@ -1,8 +1,6 @@
 """Gradients of shards that are on their way, until they are where gradients belong.
 
-Some are let run while the next ones are computed; each holds a whole gradient meanwhile.  On
-a GPU what is left to do with one that has arrived, to divide it and to add it up, is done on a
-stream of its own, so that the rest of backward does not wait for it.
+Some are let run while the next ones are computed; each holds a whole gradient meanwhile.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class Arrivals:
 
     def take_last(self) -> list[Tensor]:
         """Wait for the reduction that has just started, and give what arrived."""
-        ((_, reduction, _),) = self._convoys.pop()
-        return self._shares(reduction)
+        ((_, shares, _),) = self._take(self._convoys.pop())
+        return shares
 
     def finish(self) -> None:
         """Bring all that is on its way where it belongs, but for what is doubtful."""
@@ -66,15 +64,21 @@ class Arrivals:
 
     def _finish(self, running: int) -> None:
         while len(self._convoys) > running:
-            for bundle, reduction, doubtful in self._convoys.popleft():
-                shares = self._shares(reduction)
+            for bundle, shares, doubtful in self._take(self._convoys.popleft()):
                 if doubtful is None:
                     add_to_buffers(bundle, shares)
                 else:
                     self._doubtful[doubtful] = bundle, shares
 
-    def _shares(self, reduction: Reduction) -> list[Tensor]:
-        return [share.div_(self._divisor) for share in reduction.finish()]
+    def _take(
+        self, convoy: list[tuple[Bundle, Reduction, int | None]]
+    ) -> list[tuple[Bundle, list[Tensor], int | None]]:
+        """Wait, and divide all that came together in one launch."""
+        arrived = [(bundle, r.finish(), doubtful) for bundle, r, doubtful in convoy]
+        if self._divisor != 1:
+            every = [share for _, shares, _ in arrived for share in shares]
+            torch._foreach_div_(every, self._divisor)  # pyright: ignore[reportPrivateImportUsage]
+        return arrived
 
 
 def add_to_buffers(bundle: Bundle, shares: Sequence[Tensor]) -> None:
