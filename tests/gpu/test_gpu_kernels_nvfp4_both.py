@@ -67,3 +67,21 @@ def test_random_splits_give_the_same():
     for counts, tail in random_counts(100):
         x, ends = grouped_values(counts, 96, tail)
         check(x, ends)
+
+
+def test_what_lies_past_the_two_thousand_millionth_value_is_cast_like_the_rest():
+    rows, columns, last = 2**20 + 64, 2048, 48
+    x = torch.randn(1, columns, device="cuda", dtype=torch.bfloat16).expand(rows, -1).contiguous()
+    x[-last:] = torch.randn(last, columns, device="cuda", dtype=torch.bfloat16)
+    amax = kernels.amax(x[-last:])
+    (codes, scales), (column_codes, column_scales) = kernels.quantize_nvfp4_both(x, (amax, amax))
+    wanted = kernels.quantize_nvfp4_both(x[-last:], (amax, amax))
+    assert_twin_bytes(codes[-last:], wanted[0][0])
+    assert_twin_bytes(scales[-last:], wanted[0][1])
+    assert_twin_bytes(column_scales[-last // 16 :], wanted[1][1])
+    got = kernels.dequantize_nvfp4_columns(column_codes, column_scales, amax, rows, x.dtype)
+    read = (*wanted[1], amax, last, x.dtype)
+    assert_twin_bytes(got[-last:], kernels.dequantize_nvfp4_columns(*read))
+    got = kernels.dequantize_nvfp4_rows(codes, scales, amax, columns, x.dtype)
+    read = (*wanted[0], amax, columns, x.dtype)
+    assert_twin_bytes(got[-last:], kernels.dequantize_nvfp4_rows(*read))
