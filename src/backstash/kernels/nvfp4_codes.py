@@ -96,9 +96,9 @@ def nearest(scaled):
 def drawn(scaled, byte):
     """One of the two nibbles around each value, the nearer the likelier."""
     size = tl.minimum(tl.abs(scaled), 6.0)
-    bits = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
-    # The step over 256; the product is exact, so one rounding follows.
-    step = (bits - (9 << 23)).to(tl.float32, bitcast=True)
+    bits = size.to(tl.int32, bitcast=True) & 0x7F800000
+    # The step over 256, equal below 2; the product is exact, so one rounding follows.
+    step = tl.maximum(bits - (9 << 23), 118 << 23).to(tl.float32, bitcast=True)
     size = tl.minimum(tl.fma(byte.to(tl.float32), step, size), 6.0)
     # The largest code whose value is not above: cut the bits; below one there is only a half.
     bits = size.to(tl.int32, bitcast=True)
