@@ -13,7 +13,7 @@ from backstash import bench
 from backstash.bench import saving
 from backstash.errors import ConfigError
 from backstash.formats import MXFP8
-from backstash.saving import prepare_for_saving, restore_from_saved
+from backstash.saving import prepare_for_saving, restore_from_saved, slots
 
 ROWS = 9
 
@@ -65,18 +65,11 @@ def test_saving_without_the_question_gives_plain_weights_back() -> None:
     saving.check_same(values, restore_from_saved(records, tensors))
 
 
-def test_saving_without_the_question_does_not_notice_a_marked_tensor() -> None:
-    marked: Any = torch.ones(2)
-    marked.is_distributed_weight = True
-    given, other = (marked, torch.ones(1)), (torch.ones(1),)
-    assert marked in saving.without_question()(*given)[0]
-    assert not any(tensor is marked for tensor in prepare_for_saving(*given, *other)[0])
-
-
-def test_a_question_in_other_words_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "QUESTION", "is anybody there")
-    with pytest.raises(RuntimeError, match="does not ask"):
-        saving.without_question()
+def test_saving_without_the_question_knows_no_distributed_weights() -> None:
+    unaware: Any = saving.without_question()
+    assert slots.layout_of((saving.Shard,)).common
+    assert not unaware.__globals__["layout_of"]((saving.Shard,)).common
+    assert unaware.__globals__["layout_of"]((torch.nn.Parameter,)).common
 
 
 def test_a_distributed_weight_is_seen_by_no_hook() -> None:

@@ -90,6 +90,13 @@ def test_a_marked_object_that_is_no_tensor_is_a_type_error(ask: Any) -> None:
         ask(NoTensor())
 
 
+def test_a_marked_tensor_of_no_class_of_its_own_is_a_type_error() -> None:
+    marked: Any = torch.ones(2)
+    marked.is_distributed_weight = True
+    with pytest.raises(TypeError, match=r"torch\.Tensor subclass, got Tensor"):
+        is_distributed_weight(marked)
+
+
 @DIRECTIONS
 @pytest.mark.parametrize("count", [1, 4])
 def test_plain_weights_come_back_as_the_same_objects(materialize: Any, count: int) -> None:

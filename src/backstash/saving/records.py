@@ -178,15 +178,13 @@ def prepare_for_saving(*values: Any) -> tuple[tuple[Tensor | None, ...], Records
     layout = None if kinds.count(Tensor) == count else layout_of(tuple(kinds))
     if _KEPT.data or (layout and (not layout.common or _compiled_around())):
         return _prepare_each(values)
-    tensors = layout.tensors(values) if layout else values
-    # The name is spelled out: a constant is found faster than a global.
-    if [1 for value in tensors if hasattr(value, "is_distributed_weight")] or (
-        (count <= _SHORT or top_hooks(True) is not None) and _repeats(values)
-    ):
+    # No value is asked whether it is a distributed weight: its class says so, or is none that
+    # comes to here.
+    if (count <= _SHORT or top_hooks(True) is not None) and _repeats(values):
         return _prepare_each(values)
     if layout is None or layout.tensor_count == count:
         return values, as_given(count)
-    return tensors, WithParameters(layout, values)
+    return layout.tensors(values), WithParameters(layout, values)
 
 
 def _repeats(values: tuple[Any, ...]) -> bool:

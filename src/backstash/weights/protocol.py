@@ -55,10 +55,11 @@ def is_distributed_weight(weight: object) -> bool:
 
     Raises:
         TypeError: it does and is no ``torch.Tensor``: autograd could not give it a gradient.
+            Or it is one of no class of its own: saving tells weights by their class.
     """
     if not getattr(weight, "is_distributed_weight", False):
         return False
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) and type(weight) is not Tensor:
         return True
     raise TypeError(
         "a distributed weight must be a torch.Tensor subclass, got "
