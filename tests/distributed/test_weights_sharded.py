@@ -221,5 +221,36 @@ def delayed(group: Any) -> None:
     torch.testing.assert_close(weight.grad, weight.cut.shard(twin.weight.grad / size, rank))
 
 
+def late_on_one(group: Any) -> None:
+    """One rank computes its weight gradients late, another has none, for several steps."""
+    from backstash.nn import Linear
+
+    torch.manual_seed(1)
+    model = Linear(12, 5, delay_wgrad_compute=True)
+    sharding = shard_weights(model, group)
+    weight: Any = model.weight
+    for step in range(4):
+        weight.grad = None
+        x = torch.randn(3, 12)
+        model(x).square().sum().backward()
+        if sharding.channel.rank == 0 or step == 3:
+            model.backward_dw()
+        sharding.join()
+        assert weight.grad is not None
+        assert weight.grad.any()
+    model(x).sum().backward()
+    weight.grad = None
+    model.backward_dw()
+    with pytest.raises(ConfigError, match=r"call sharding\.join"):
+        model(x)
+    sharding.join()
+    assert weight.grad is not None
+    model(x)
+
+
+def test_a_rank_without_late_gradients_joins_those_of_the_others(ranks: Ranks) -> None:
+    ranks.run(late_on_one, size=2)
+
+
 def test_delayed_weight_gradients_are_reduced_when_they_are_computed(ranks: Ranks) -> None:
     ranks.run(delayed, size=3)

@@ -66,6 +66,7 @@ class Sharding:
         self._open: Pass | None = None
         self._is_free = False
         self._in_backward = False
+        self._late = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         raise ConfigError(
@@ -120,16 +121,20 @@ class Sharding:
         Raises:
             PeerError: Another rank failed or is gone.
         """
-        backward_runs = _pass() is Pass.BACKWARD
-        if backward_runs:
+        alone = self.channel.size == 1
+        is_late = _pass() is Pass.FORWARD
+        if not is_late:
             self._begin_backward()
+        elif not alone and not self._in_backward:
+            self._late = True  # until join() ends this backward pass
+            self._open_backward()
         wish = Wish.of(Kind.REDUCE, Pass.BACKWARD, bundle.index)
         with self._together():
             if not (self._progress and self._progress.reduce(wish, grads)):
                 self._obtain(wish)
                 reduction = bundle.reduce(grads, self.options.accumulate)
                 self._arrivals.expect([(bundle, reduction, None)])
-            if self.options.delivery is Delivery.OVERLAPPED and backward_runs:
+            if self.options.delivery is Delivery.OVERLAPPED and not (is_late and alone):
                 return [None] * len(grads)
             shares = self._arrivals.take_last()
         if fused:
@@ -146,9 +151,9 @@ class Sharding:
         Raises:
             PeerError: Another rank failed or is gone.
         """
-        self._replicas.set_aside()
-        self._in_backward = True
-        self._begin_pass(Pass.BACKWARD)
+        if not self._in_backward:
+            self._open_backward()
+        self._late = False
         self._end_backward()
 
     # --- the passes ---------------------------------------------------------------------------
@@ -156,14 +161,19 @@ class Sharding:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if _pass() is Pass.BACKWARD:
             return  # recomputation
+        if self._late:
+            raise ConfigError(
+                "weight gradients that backward_dw() computed are still on their way; call "
+                "sharding.join() on every rank after it, before the optimizer's step"
+            )
         if self._in_backward:
             # A backward that came to no end: it raised here, and the others wait for it.
             self._fail()
         self._begin_pass(Pass.FORWARD)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _pass() is Pass.BACKWARD:
-            return
+        if _pass() is Pass.BACKWARD or self._late:
+            return  # recomputation, or a forward that was refused
         if output is None and (error := sys.exc_info()[1]) is not None:
             if isinstance(error, PeerError):
                 self._start_over(waits=not isinstance(error, LostPeerError))
@@ -181,10 +191,13 @@ class Sharding:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        self._in_backward = True
-        self._replicas.set_aside()
         # Queued from the queue: behind what other wrappers queue to end their own backward.
         _when_backward_ends(lambda: _when_backward_ends(self._end_backward))
+        self._open_backward()
+
+    def _open_backward(self) -> None:
+        self._in_backward = True
+        self._replicas.set_aside()
         self._begin_pass(Pass.BACKWARD)
 
     def _end_backward(self) -> None:
@@ -313,7 +326,7 @@ class Sharding:
         self._replicas.put_back()
         self._close(None)
         self._runs = dict.fromkeys(Pass, 0)
-        self._in_backward = False
+        self._in_backward = self._late = False
 
 
 class _Together:
