@@ -109,6 +109,13 @@ def test_values_must_be_floats_with_a_dimension(format):
         format.quantize(torch.tensor(1.0))
 
 
+def test_a_usage_says_which_directions_it_has():
+    for usage in (Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH):
+        assert usage.sides == tuple(usage)
+        assert usage.has_rows == (Usage.ROWWISE in usage)
+        assert usage.has_columns == (Usage.COLUMNWISE in usage)
+
+
 @by_format
 @pytest.mark.parametrize("usage", [Usage(0), "rowwise", None], ids=str)
 def test_a_usage_is_one_or_both_directions(format, usage):

@@ -74,10 +74,10 @@ class Float8Block(Format):
             scales = BufferSpec((row_blocks, column_blocks), torch.float32)
             return {"codes": codes, "scale_inv": scales}
         specs = {}
-        if Usage.ROWWISE in usage:
+        if usage.has_rows:
             specs["row_codes"] = codes
             specs["row_scale_inv"] = BufferSpec((rows, column_blocks), torch.float32)
-        if Usage.COLUMNWISE in usage:
+        if usage.has_columns:
             specs["column_codes"] = codes
             specs["column_scale_inv"] = BufferSpec((row_blocks, columns), torch.float32)
         return specs

@@ -60,10 +60,10 @@ class Float8Rowwise(Format):
         self, rows: int, columns: int, dtype: torch.dtype, usage: Usage, groups: int | None
     ) -> dict[str, BufferSpec]:
         specs = {}
-        if Usage.ROWWISE in usage:
+        if usage.has_rows:
             specs["row_codes"] = BufferSpec((rows, columns), torch.uint8)
             specs["row_scale_inv"] = BufferSpec((rows, 1), torch.float32)
-        if Usage.COLUMNWISE in usage:
+        if usage.has_columns:
             specs["column_codes"] = BufferSpec((rows, columns), torch.uint8)
             specs["column_scale_inv"] = BufferSpec((groups or 1, columns), torch.float32)
         return specs
@@ -78,11 +78,11 @@ class Float8Rowwise(Format):
     ) -> dict[str, Tensor]:
         options = {"epsilon": self.epsilon, "power_of_two": self.power_of_two}
         buffers = {}
-        if Usage.ROWWISE in usage:
+        if usage.has_rows:
             buffers["row_codes"], buffers["row_scale_inv"] = kernels.quantize_float8_rows(
                 x_MK, self.code.dtype, **options, into=fill(refill, "row_codes", "row_scale_inv")
             )
-        if Usage.COLUMNWISE in usage:
+        if usage.has_columns:
             into = fill(refill, "column_codes", "column_scale_inv")
             buffers["column_codes"], buffers["column_scale_inv"] = kernels.quantize_float8_columns(
                 x_MK, self.code.dtype, ends_G, **options, into=into

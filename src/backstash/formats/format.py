@@ -34,6 +34,22 @@ class Usage(enum.Flag):
     COLUMNWISE = enum.auto()
     BOTH = ROWWISE | COLUMNWISE
 
+    # A graph that is compiled can ask these of a usage, and not what is in a flag.
+    @property
+    def has_rows(self) -> bool:
+        """Whether it can be read along rows."""
+        return Usage.ROWWISE in self
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it can be read down columns."""
+        return Usage.COLUMNWISE in self
+
+    @property
+    def sides(self) -> tuple[Usage, ...]:
+        """The directions one by one."""
+        return tuple(self)
+
 
 class Code(enum.Enum):
     """An 8-bit float: its torch dtype, largest value and the tolerance of one rounding."""

@@ -56,7 +56,7 @@ class Hybrid(Format):
     ) -> dict[str, BufferSpec]:
         return {
             _PREFIX[side] + name: spec
-            for side in usage
+            for side in usage.sides
             for name, spec in self.along(side).buffers(rows, columns, dtype, side, groups).items()
         }
 
@@ -69,7 +69,7 @@ class Hybrid(Format):
         refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         buffers = {}
-        for side in usage:
+        for side in usage.sides:
             own = refill and Refill(self.buffers_along(refill.buffers, side), refill.noop)
             encoded = self.along(side).encode(x_MK, side, ends_G, None, own)
             buffers |= {_PREFIX[side] + name: buffer for name, buffer in encoded.items()}

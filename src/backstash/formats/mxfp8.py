@@ -63,10 +63,10 @@ class MXFP8Format(Format):
         if self.two_d:
             return {"codes": codes, "scales": BufferSpec((row_blocks, column_blocks), torch.uint8)}
         specs = {}
-        if Usage.ROWWISE in usage:
+        if usage.has_rows:
             specs["row_codes"] = codes
             specs["row_scales"] = BufferSpec((rows, column_blocks), torch.uint8)
-        if Usage.COLUMNWISE in usage:
+        if usage.has_columns:
             specs["column_codes"] = codes
             specs["column_scales"] = BufferSpec((row_blocks, columns), torch.uint8)
         return specs

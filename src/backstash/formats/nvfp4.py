@@ -94,12 +94,12 @@ class NVFP4Format(Format):
             scales = BufferSpec((row_blocks, column_blocks), torch.uint8)
             return {"codes": row_codes, "scales": scales, "amax": amax}
         specs = {}
-        if Usage.ROWWISE in usage:
+        if usage.has_rows:
             of_rows = BufferSpec((rows, 1), torch.float32)
             specs["row_codes"] = row_codes
             specs["row_scales"] = BufferSpec((rows, column_blocks), torch.uint8)
             specs["row_amax"] = of_rows if self.row_scaled else amax
-        if Usage.COLUMNWISE in usage:
+        if usage.has_columns:
             width = kernels.nvfp4_column_bytes(rows, 1, groups, self.row_multiple)
             of_columns = BufferSpec((groups or 1, columns), torch.float32)
             specs["column_codes"] = BufferSpec((width, columns), torch.uint8)

@@ -125,8 +125,8 @@ class QuantizedTensor(Tensor):
                 f"its result"
             )
         if usage is None:
-            usage = Usage.ROWWISE if Usage.ROWWISE in self.usage else Usage.COLUMNWISE
-        if usage not in tuple(self.usage):
+            usage = Usage.ROWWISE if self.usage.has_rows else Usage.COLUMNWISE
+        if usage not in self.usage.sides:
             raise LayoutError(
                 f"dequantize reads one direction of {self.usage}, got {usage}; quantize with "
                 f"the usage you need, or leave `usage` out"
