@@ -24,15 +24,15 @@ from backstash.kernels.blocks import (
     new_bytes,
     unit_columns,
 )
-from backstash.kernels.cast.lines import Scaling, quantize_lines
-from backstash.kernels.cast.scaled import kept_bits, scale_of
+from backstash.kernels.cast.lines import quantize_lines
+from backstash.kernels.cast.scales import Scaling, scale_of, scaling_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
 
 _BLOCK = 128
 _STEP = 32
 # Columns of a program, columns of a thread side by side, warps.
-_COLUMNS, _TILE = (64, 4, 4), (128, 8, 8)
+_COLUMNS, _TILE = (64, 8, 4), (128, 16, 4)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _quantize_blocks_kernel(
     largest,
     epsilon,
     value_for_inf,
-    kept,
+    exact,
     B: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
@@ -67,7 +67,9 @@ def _quantize_blocks_kernel(
     i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     first, end, group = locate_block(p_table, rows, i_block, B)
-    inverse = tl.zeros([BK], tl.float32)
+    # A tile has one scale, a line down a column has its own.
+    SCALES: tl.constexpr = BK if p_tile_scale_inv is None else 1  # pyright: ignore
+    inverse = tl.zeros([SCALES], tl.float32)
     # A block that no group needs reads nothing; its scales are written as zeros.
     if group < groups:
         # A row past the end is the last row once more: it changes no maximum, and no byte.
@@ -78,22 +80,21 @@ def _quantize_blocks_kernel(
         # The maximum with a NaN is the other operand: a NaN does not count.
         amax = tl.maximum(tl.max(magnitude, 0), 0.0)
         if p_tile_scale_inv is not None:
-            amax = tl.zeros([BK], tl.float32) + tl.max(amax, 0)
-        scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
-        inverse = tl.div_rn(tl.full([BK], 1, tl.float32), scale)
+            amax = tl.max(amax, 0, keep_dims=True)
+        scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
         o_tile = (i_row * columns)[:, None] + i_column[None, :]
         codes = (x * scale[None, :]).to(p_codes.dtype.element_ty)
         tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
         if p_row_codes is not None:
             amax = tl.maximum(tl.max(magnitude, 1), 0.0)
-            row_scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
+            row_scale, row_inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
             codes = (x * row_scale[:, None]).to(p_codes.dtype.element_ty)
             tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
             p_row = p_row_scale_inv + i_row * chunks + i_chunk
-            tl.store(p_row, tl.div_rn(tl.full([B], 1, tl.float32), row_scale))
+            tl.store(p_row, row_inverse)
     o_block = tl.cast(i_block, tl.int64)
     if p_tile_scale_inv is not None:
-        tl.store(p_tile_scale_inv + o_block * chunks + i_chunk, tl.max(inverse, 0))
+        tl.store(p_tile_scale_inv + o_block * chunks + i_chunk + tl.arange(0, 1), inverse)
     else:
         tl.store(p_column_scale_inv + o_block * columns + i_column, inverse, mask=m_column)
 
@@ -252,8 +253,7 @@ def _scaling(
 ) -> Scaling:
     """What a kernel needs to make a scale; one too large is the largest of the input's dtype."""
     value_for_inf = min(torch.finfo(x_MK.dtype).max, FLOAT32_MAX)
-    kept = kept_bits(power_of_two=power_of_two)
-    return torch.finfo(code_dtype).max, float(epsilon), value_for_inf, kept
+    return scaling_of(code_dtype, epsilon, power_of_two=power_of_two, value_for_inf=value_for_inf)
 
 
 def _buffers(x_MK: Tensor, shape: tuple[int, int], into: Into | None) -> tuple[Tensor, ...]:

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from backstash.kernels.blocks import group_number, new_bytes
-from backstash.kernels.cast.lines import LONGEST_LINE, Scaling, line_amax, quantize_lines
+from backstash.kernels.cast.lines import LONGEST_LINE, line_amax, quantize_lines
 from backstash.kernels.cast.scaled import (
     column_amax,
     dequantize_scaled,
     fill_scales,
-    kept_bits,
     quantize_scaled,
 )
-from backstash.kernels.reference.cast import FLOAT32_MAX
+from backstash.kernels.cast.scales import scaling_of
 from backstash.kernels.reference.into import Into, noop_of
 
 
@@ -46,7 +45,7 @@ def quantize_float8_rows(
         scale_inv_M1 = torch.empty(len(x_MK), 1, dtype=torch.float32, device=x_MK.device)
     else:
         codes_MK, scale_inv_M1 = into.buffers
-    scaling, noop = _scaling(code_dtype, epsilon, power_of_two=power_of_two), noop_of(into)
+    scaling, noop = scaling_of(code_dtype, epsilon, power_of_two=power_of_two), noop_of(into)
     if x_MK.shape[1] <= LONGEST_LINE:
         codes = codes_MK.view(code_dtype)
         quantize_lines(x_MK, max(1, x_MK.shape[1]), codes, scale_inv_M1, scaling, noop)
@@ -81,7 +80,7 @@ def quantize_float8_columns(
         codes_MK, scale_inv_GK = into.buffers
     noop = noop_of(into)
     amax_GK = column_amax(x_MK, ends_G, noop=noop)
-    scaling = _scaling(code_dtype, epsilon, power_of_two=power_of_two)
+    scaling = scaling_of(code_dtype, epsilon, power_of_two=power_of_two)
     scale_GK = fill_scales(amax_GK, scaling, scale_inv_GK, noop)
     quantize_scaled(x_MK, scale_GK, code_dtype, ends_G, into=Into((codes_MK,), noop))
     return codes_MK, scale_inv_GK
@@ -96,9 +95,3 @@ def dequantize_float8_columns(
 ) -> Tensor:
     """Values ``(M, K)`` of :func:`quantize_float8_columns`; rows past the last group are zero."""
     return dequantize_scaled(codes_MK, scale_inv_GK, code_dtype, dtype, ends_G)
-
-
-def _scaling(code_dtype: torch.dtype, epsilon: float, *, power_of_two: bool) -> Scaling:
-    """What a kernel needs to make a scale from a largest value."""
-    kept = kept_bits(power_of_two=power_of_two)
-    return torch.finfo(code_dtype).max, float(epsilon), FLOAT32_MAX, kept

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from backstash.kernels.reference.transpose import check_codes
 
-_TILE = 128
-_WARPS = 8
+_ROWS, _COLUMNS = 64, 128
 
 
 @triton.jit
@@ -29,13 +28,14 @@ def _transpose_kernel(
     columns,
     matrix_stride,
     row_stride,
-    B: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
 ):
-    strips, chunks = tl.cdiv(rows, B), tl.cdiv(columns, B)
+    strips, chunks = tl.cdiv(rows, BM), tl.cdiv(columns, BK)
     i_tile = tl.program_id(0) % (strips * chunks)
     i_matrix = (tl.program_id(0) // (strips * chunks)).to(tl.int64)
-    i_row = (i_tile // chunks).to(tl.int64) * B + tl.arange(0, B)
-    i_column = (i_tile % chunks).to(tl.int64) * B + tl.arange(0, B)
+    i_row = (i_tile // chunks).to(tl.int64) * BM + tl.arange(0, BM)
+    i_column = (i_tile % chunks).to(tl.int64) * BK + tl.arange(0, BK)
     p_codes += i_matrix * matrix_stride
     p_turned += i_matrix * rows * columns
     mask = (i_row < rows)[:, None] & (i_column < columns)[None, :]
@@ -55,8 +55,8 @@ def transpose_codes(codes: Tensor) -> Tensor:
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     turned = torch.empty_like(codes.mT, memory_format=torch.contiguous_format)
     rows, columns = codes.shape[-2:]
-    programs = codes.shape[:-2].numel() * triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE)
-    tile: dict[str, Any] = {"B": _TILE, "num_warps": _WARPS}
+    programs = codes.shape[:-2].numel() * triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS)
+    tile: dict[str, Any] = {"BM": _ROWS, "BK": _COLUMNS}
     if programs:
         _transpose_kernel[(programs,)](
             codes.view(torch.uint8),

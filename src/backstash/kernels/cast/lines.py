@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
-from backstash.kernels.cast.scaled import scale_of
+from backstash.kernels.cast.scales import Scaling, scale_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
 
 #: The longest line that fits the registers of a program.
@@ -24,8 +24,6 @@ LONGEST_LINE = 16384
 # Values of a program where lines are short, and of a thread.
 _TILE, _VALUES = 4096, 32
 _MOST_LINES = 8
-
-Scaling = tuple[float, float, float, int]
 
 
 @triton.jit
@@ -41,7 +39,7 @@ def _quantize_lines_kernel(
     largest,
     epsilon,
     value_for_inf,
-    kept,
+    exact,
     B: tl.constexpr,
     BC: tl.constexpr,
     L: tl.constexpr,
@@ -63,10 +61,10 @@ def _quantize_lines_kernel(
     if p_codes is None:
         tl.store(p_line, amax, mask=m_line)
     else:
-        scale = scale_of(amax, largest, epsilon, value_for_inf, kept)
+        scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
         codes = (x * scale[:, :, None]).to(p_codes.dtype.element_ty)
         tl.store(p_codes + i_row[:, None, None] * columns + i_column[None, :, :], codes, mask=mask)
-        tl.store(p_line, tl.div_rn(tl.full([B, BC], 1, tl.float32), scale), mask=m_line)
+        tl.store(p_line, inverse, mask=m_line)
 
 
 def quantize_lines(
@@ -85,7 +83,7 @@ def line_amax(x_MK: Tensor, length: int) -> Tensor:
     """The largest magnitude of each line, float32 ``(M, C)``; NaN is ignored."""
     shape = len(x_MK), triton.cdiv(x_MK.shape[1], length)
     amax_MC = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
-    _over_lines(x_MK, length, None, amax_MC, (1.0, 0.0, FLOAT32_MAX, 0), None)
+    _over_lines(x_MK, length, None, amax_MC, (1.0, 0.0, FLOAT32_MAX, None), None)
     return amax_MC
 
 

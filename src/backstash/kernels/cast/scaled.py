@@ -26,14 +26,15 @@ from backstash.kernels.blocks import (
     rows_between,
     unit_columns,
 )
+from backstash.kernels.cast.scales import Scaling, scale_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
 
 _ROWS, _STEP, _COLUMNS = 32, 32, 256
-# Few rows a program means many atomics for each column.
-_COLUMN_ROWS, _COLUMN_STEP, _COLUMN_COLUMNS = 128, 32, 128
-_POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent without the mantissa
-_ALL_BITS = -1
+# Reading alone is fastest where a program reads far along a row.  With a largest value for
+# each column, few rows a program would mean many atomics.
+_AMAX_COLUMNS, _AMAX_VALUES, _AMAX_STEPS = 1024, 8192, 4
+_COLUMN_AMAX: dict[str, Any] = {"B": 128, "BR": 32, "BK": 128, "V": 4}
 
 
 @triton.jit
@@ -51,14 +52,15 @@ def _amax_kernel(
     BR: tl.constexpr,
     BK: tl.constexpr,
     BG: tl.constexpr,
+    V: tl.constexpr,
 ):
     """The largest magnitude of each group; with a stride, of each of its columns."""
     if p_noop is not None and tl.load(p_noop) != 0:
         return
     chunks = tl.cdiv(columns, BK)
     first = (tl.program_id(0) // chunks) * B
-    # Eight neighbours a thread: the widest loads, and few threads that share a column.
-    i_column = tl.max_contiguous(tl.program_id(0) % chunks * BK + tl.arange(0, BK), 8)
+    # A thread gets V columns side by side, and many rows of each.
+    i_column = tl.max_contiguous(tl.program_id(0) % chunks * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     begin, past = groups_between(p_ends, groups, rows, first, B, BG)
     for group in range(begin, past):  # pyright: ignore[reportArgumentType]
@@ -107,9 +109,14 @@ def _amax(
     groups = group_number(ends_G)
     shape = (groups,) if columns is None else (groups, columns)
     amax_G = torch.zeros(shape, dtype=torch.int32, device=x_MK.device)
-    tile = _tile(width, ends_G)
-    if columns is not None:
-        tile |= {"B": _COLUMN_ROWS, "BR": _COLUMN_STEP, "BK": min(_COLUMN_COLUMNS, tile["BK"])}
+    BK = max(16, triton.next_power_of_2(width))
+    if columns is None:
+        BK = min(BK, _AMAX_COLUMNS)
+        BR = _AMAX_VALUES // BK
+        tile: dict[str, Any] = {"B": _AMAX_STEPS * BR, "BR": BR, "BK": BK, "V": 8}
+    else:
+        tile = _COLUMN_AMAX | {"BK": min(BK, _COLUMN_AMAX["BK"])}
+    tile["BG"] = triton.next_power_of_2(groups)
     programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(width, tile["BK"])
     if programs:
         _amax_kernel[(programs,)](
@@ -128,16 +135,6 @@ def _amax(
 
 
 @triton.jit
-def scale_of(amax, largest, epsilon, value_for_inf, kept_bits):
-    """The float32 factor that brings ``amax`` to ``largest``; one where amax says nothing."""
-    amax = tl.where(amax < epsilon, epsilon, amax)
-    scale = tl.div_rn(tl.zeros_like(amax) + largest, amax)
-    scale = tl.where(scale == float("inf"), value_for_inf, scale)
-    scale = (scale.to(tl.int32, bitcast=True) & kept_bits).to(tl.float32, bitcast=True)
-    return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-
-
-@triton.jit
 def _scale_kernel(
     p_amax,
     p_scale,
@@ -147,22 +144,17 @@ def _scale_kernel(
     largest,
     epsilon,
     value_for_inf,
-    kept_bits,
+    exact,
     BLOCK: tl.constexpr,
 ):
     if p_noop is not None and tl.load(p_noop) != 0:
         return
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(p_amax + i, mask=i < count, other=0)
-    scale = scale_of(amax, largest, epsilon, value_for_inf, kept_bits)
+    scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
     tl.store(p_scale + i, scale, mask=i < count)
     if p_scale_inv is not None:
-        tl.store(p_scale_inv + i, tl.div_rn(tl.zeros_like(scale) + 1, scale), mask=i < count)
-
-
-def kept_bits(*, power_of_two: bool) -> int:
-    """The bits of a scale that stay: all, or those of a power of two."""
-    return _POWER_OF_TWO_BITS if power_of_two else _ALL_BITS
+        tl.store(p_scale_inv + i, inverse, mask=i < count)
 
 
 def scale_from_amax(
@@ -174,13 +166,14 @@ def scale_from_amax(
     value_for_inf: float = FLOAT32_MAX,
 ) -> Tensor:
     """The float32 factor that brings ``amax`` to ``largest``; one where amax says nothing."""
-    scaling = (largest, float(epsilon), value_for_inf, kept_bits(power_of_two=power_of_two))
-    return fill_scales(amax, scaling, None)
+    return fill_scales(
+        amax, (largest, float(epsilon), value_for_inf, None if power_of_two else 1), None
+    )
 
 
 def fill_scales(
     amax: Tensor,
-    scaling: tuple[float, float, float, int],
+    scaling: Scaling,
     scale_inv: Tensor | None,
     noop: Tensor | None = None,
 ) -> Tensor:
