@@ -5,6 +5,7 @@ The product of layers, ways, recipes and places of gradients is that of the test
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -47,10 +48,17 @@ def pinned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WAYS, PINNED, (save_in_pinned_memory, WAYS["no hook"][1]))
 
 
+def made_on_gpu(arguments: Any) -> Any:
+    with torch.device("cuda"):
+        return arguments()
+
+
 def on_gpu(
     case: Case, recipe: str, way: str, delayed: bool, fused: bool
 ) -> tuple[list[Tensor], list[list[str]]]:
     """Outputs and gradients of a step, and what each weight was asked."""
+    # Recomputation asks for the arguments again, on a thread with no default device of its own.
+    case = dataclasses.replace(case, arguments=functools.partial(made_on_gpu, case.arguments))
     with torch.device("cuda"):
         module = case.make(**options_of(case, delayed, fused))
         shards = replaced(module)
