@@ -24,7 +24,7 @@ from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 
 _ROWS = 128
-_AMAX_TILE: dict[str, Any] = {"B": _ROWS, "BR": 32, "BK": 128}
+_AMAX_TILE: dict[str, Any] = {"B": _ROWS, "BR": 16, "BK": 128, "num_warps": 2}
 _TILE: dict[str, Any] = {"B": _ROWS, "BK": 128, "UNIT": FLOAT8_UNIT, "num_warps": 8}
 
 

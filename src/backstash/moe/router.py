@@ -296,7 +296,11 @@ def _count(expert_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """``x @ weight.T`` in float32 that keeps ``x`` as it came, and not a float32 copy of it."""
+    """``x @ weight.T`` in float32 that keeps ``x`` as it came, and not a float32 copy of it.
+
+    A GPU multiplies bfloat16 exactly and adds up in nearly float32, five times as fast as it
+    multiplies float32; a float32 gradient is cut into three bfloat16 that add up to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -305,6 +309,8 @@ class _Logits(torch.autograd.Function):
         wide = torch.float64 if x_TH.dtype is torch.float64 else torch.float32
         # Autocast would turn a float32 matmul into one of its own dtype.
         with torch.autocast(x_TH.device.type, enabled=False):
+            if _in_matrix_unit(x_TH, weight_EH):
+                return torch.mm(x_TH, weight_EH.t(), out_dtype=wide)
             return x_TH.to(wide) @ weight_EH.to(wide).t()
 
     @staticmethod
@@ -313,10 +319,34 @@ class _Logits(torch.autograd.Function):
         (dlogits_TE,) = grads
         x_TH, weight_EH = saved_values(ctx)
         # Autograd rounds each of the two to its input's dtype.
+        wide = dlogits_TE.dtype
         with torch.autocast(dlogits_TE.device.type, enabled=False):
-            dx = None if weight_EH is None else dlogits_TE @ weight_EH.to(dlogits_TE.dtype)
-            dweight = None if x_TH is None else dlogits_TE.t() @ x_TH.to(dlogits_TE.dtype)
+            if all(value is None or _in_matrix_unit(value) for value in (x_TH, weight_EH)):
+                return _gradients_of_parts(dlogits_TE, x_TH, weight_EH)
+            dx = None if weight_EH is None else dlogits_TE @ weight_EH.to(wide)
+            dweight = None if x_TH is None else dlogits_TE.t() @ x_TH.to(wide)
         return dx, dweight
+
+
+def _in_matrix_unit(*values: Tensor) -> bool:
+    return all(value.is_cuda and value.dtype is torch.bfloat16 for value in values)
+
+
+def _gradients_of_parts(
+    dlogits_TE: Tensor, x_TH: Tensor | None, weight_EH: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of ``x`` and ``weight`` from three parts of the gradient side by side."""
+    wide, parts, rest_TE = dlogits_TE.dtype, [], dlogits_TE
+    for _ in range(3):
+        parts.append(rest_TE.bfloat16())
+        rest_TE = rest_TE - parts[-1]
+    parts_TP = torch.cat(parts, 1)
+    dx = dweight = None
+    if weight_EH is not None:
+        dx = torch.mm(parts_TP, weight_EH.repeat(3, 1), out_dtype=wide)
+    if x_TH is not None:
+        dweight = torch.mm(parts_TP.t(), x_TH, out_dtype=wide).unflatten(0, (3, -1)).sum(0)
+    return dx, dweight
 
 
 def _check_sizes(hidden_size: int, num_experts: int, top_k: int, config: RouterConfig) -> None:
