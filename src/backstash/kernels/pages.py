@@ -42,12 +42,25 @@ from backstash.kernels.reference.cast import MX_BLOCK
 from backstash.kernels.reference.mx_pages import mx_page_blocks
 from backstash.kernels.reference.pages import MOST_BUFFERS, page_payload
 
-MOST_PART_BYTES, LEAST_PART_BYTES = 8192, 2048
-NUM_WARPS = 4
-# So many programs of so many registers a thread fill a processor: they all run at once, so
-# none begins when others have ended.
-PROGRAMS_PER_PROCESSOR = 8
-MOST_REGISTERS = 64
+
+class Footprint(NamedTuple):
+    """What a launch takes of the device; all of its programs run at once."""
+
+    warps: int
+    programs: int
+    """Of each processor."""
+    registers: int
+    """Of a thread; the compiler takes no more, or fewer programs would fit."""
+    part_bytes: int
+    """Bytes that a program copies at once, a buffer of bytes, at most."""
+
+
+# Few large programs keep what is read and written at one time close together, and leave half of
+# a processor's registers to what computes beside them.
+COPYING = Footprint(warps=16, programs=1, registers=64, part_bytes=32768)
+# Between reading a block and writing it there is work to do, so more of them must be under way.
+QUANTIZING = Footprint(warps=4, programs=12, registers=40, part_bytes=4096)
+_WARP_BYTES = 32 * 16
 _VECTOR = 16
 _NEVER_SPECIAL = 2**40 + 8
 NEVER_SPECIAL = tl.constexpr(_NEVER_SPECIAL)
@@ -89,8 +102,8 @@ def stash_pages(
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
-        num_warps=NUM_WARPS,
-        maxnreg=MOST_REGISTERS,
+        num_warps=shape.footprint.warps,
+        maxnreg=shape.footprint.registers,
     )
 
 
@@ -123,8 +136,8 @@ def restore_pages(
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
-        num_warps=NUM_WARPS,
-        maxnreg=MOST_REGISTERS,
+        num_warps=shape.footprint.warps,
+        maxnreg=shape.footprint.registers,
     )
 
 
@@ -150,6 +163,7 @@ def _written(numbers: Iterable[int]) -> tuple[int, ...]:
 class _LaunchShape(NamedTuple):
     """How a launch cuts its buffers up, in elements of each, and among how many programs."""
 
+    footprint: Footprint
     payloads: tuple[int, ...]
     parts: tuple[int, ...]
     programs: int
@@ -162,17 +176,22 @@ class _LaunchShape(NamedTuple):
                 f"one launch moves 1 to {MOST_BUFFERS} buffers, got {len(buffers)}; split them "
                 "into launches"
             )
-        at_once = _processors(buffers[0].device) * PROGRAMS_PER_PROCESSOR
+        is_copy = all(buffer.dtype is torch.uint8 for buffer in buffers)
+        footprint = COPYING if is_copy else QUANTIZING
+        at_once = _processors(buffers[0].device) * footprint.programs
         # Pages are fit for vectors: one is a power of two from 16 bytes up.
         in_words = all(buffer.data_ptr() % _VECTOR == 0 for buffer in buffers)
-        part_bytes = MOST_PART_BYTES if in_words else LEAST_PART_BYTES
+        # At least a vector, or a few bytes, for each thread.
+        least = footprint.warps * _WARP_BYTES
+        part_bytes = footprint.part_bytes if in_words else least
         # Less where there would not be enough for every program.
         total = sum(buffer.nbytes for buffer in buffers)
-        while part_bytes > LEAST_PART_BYTES and total < 4 * at_once * part_bytes:
+        while part_bytes > least and total < 4 * at_once * part_bytes:
             part_bytes //= 2
         parts = tuple(_part(buffer.dtype, page_bytes, part_bytes) for buffer in buffers)
         most = sum(triton.cdiv(b.numel(), part) for b, part in zip(buffers, parts, strict=True))
         return cls(
+            footprint=footprint,
             payloads=tuple(page_payload(buffer.dtype, page_bytes) for buffer in buffers),
             parts=parts,
             programs=max(1, min(most, at_once)),
