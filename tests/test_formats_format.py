@@ -17,7 +17,7 @@ from backstash.formats import (
     from_spec,
 )
 from backstash.tensors import GroupedTensor
-from format_cases import by_format, by_usage, quantized
+from format_cases import by_format, by_usage, pointers, quantized
 from quantizer_cases import by_counts, by_dtype, by_shape, grouped_values, values
 
 
@@ -107,6 +107,12 @@ def test_values_must_be_floats_with_a_dimension(format):
             format.quantize(wrong)
     with pytest.raises(ShapeError, match="got a scalar; reshape it"):
         format.quantize(torch.tensor(1.0))
+
+
+@by_format
+def test_no_two_buffers_are_the_same_memory(format):
+    q = quantized(format)
+    assert len(pointers(q)) == len(q.buffers)
 
 
 def test_a_usage_says_which_directions_it_has():

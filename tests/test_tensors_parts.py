@@ -326,6 +326,15 @@ def test_a_part_goes_into_a_file_alone(tmp_path):
     assert sum(buffer.nbytes for buffer in parts(again).values()) == state["part"].nbytes
 
 
+def test_parts_of_one_tensor_go_into_one_file(tmp_path):
+    first, second = whole(MXFP8).split([128, 172])
+    plain, metadata = to_plain({"first": first, "second": second})
+    save_file(plain, tmp_path / "x", metadata=metadata)
+    again = from_plain(load_file(tmp_path / "x"), metadata)
+    assert_identical(again["first"], first)
+    assert_identical(again["second"], second)
+
+
 def test_memory_like_a_part_is_ready_for_its_values():
     one = whole(FLOAT8_CURRENT)[:7]
     assert_identical(torch.empty_like(one).copy_(one), one.clone())

@@ -136,6 +136,9 @@ class NVFP4Format(Format):
             column_amax = self._column_amax(x_MK, ends_G, rotation)
         both = (row_amax, column_amax)
         rows, columns = kernels.quantize_nvfp4_both(x_MK, both, ends_G, rotation, seed, **options)
+        if column_amax is row_amax:
+            # Either direction can be kept and written alone: they must not share memory.
+            column_amax = row_amax.clone()
         row_parts = self._row_parts(rows, row_amax)
         return row_parts | self._column_parts(columns, column_amax, len(x_MK))
 

@@ -46,7 +46,10 @@ def to_plain(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             },
         }
         for part, buffer in parts.items():
-            plain[f"{name}{_SEPARATOR}{part}"] = buffer.detach().contiguous().view(torch.uint8)
+            own = buffer.detach().contiguous()
+            if own.untyped_storage().nbytes() != own.nbytes:
+                own = own.clone()  # rows of another tensor, whose file this is not
+            plain[f"{name}{_SEPARATOR}{part}"] = own.view(torch.uint8)
     return plain, ({_KEY: json.dumps(kinds)} if kinds else {})
 
 
