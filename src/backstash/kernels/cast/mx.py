@@ -32,7 +32,7 @@ _BLOCK = 32
 # Codes along rows need no block of rows: few rows and many slices fill whole sectors.
 _ROWS, _ROW_SLICES, _ROW_STEPS = 4, 32, 4
 # Columns of a program, columns of a thread side by side, warps.
-_COLUMNS, _BOTH, _VALUES = (64, 8, 1), (64, 8, 1), (128, 8, 2)
+_COLUMNS, _BOTH, _VALUES = (64, 8, 1), (64, 8, 1), (256, 8, 4)
 
 Buffers = tuple[Tensor, Tensor]
 

@@ -31,10 +31,7 @@ from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
 
 _ROWS, _STEP, _COLUMNS = 32, 32, 256
-# Reading alone is fastest where a program reads far along a row.  With a largest value for
-# each column, few rows a program would mean many atomics.
-_AMAX_COLUMNS, _AMAX_VALUES, _AMAX_STEPS = 1024, 8192, 4
-_COLUMN_AMAX: dict[str, Any] = {"B": 128, "BR": 32, "BK": 128, "V": 4}
+_AMAX_COLUMNS, _AMAX_VALUES, _COLUMN_ROWS = 1024, 8192, 128
 
 
 @triton.jit
@@ -47,20 +44,59 @@ def _amax_kernel(
     rows,
     columns,
     row_stride,
-    amax_stride,
     B: tl.constexpr,
-    BR: tl.constexpr,
     BK: tl.constexpr,
     BG: tl.constexpr,
-    V: tl.constexpr,
 ):
-    """The largest magnitude of each group; with a stride, of each of its columns."""
+    """The largest magnitude of each group: a program reads a tile, then finds out whose it is."""
     if p_noop is not None and tl.load(p_noop) != 0:
         return
     chunks = tl.cdiv(columns, BK)
     first = (tl.program_id(0) // chunks) * B
-    # A thread gets V columns side by side, and many rows of each.
-    i_column = tl.max_contiguous(tl.program_id(0) % chunks * BK + tl.arange(0, BK), V)
+    i_column = tl.program_id(0) % chunks * BK + tl.arange(0, BK)
+    end = rows if p_ends is None else tl.minimum(tl.load(p_ends + groups - 1), rows)
+    # The tail is not read.
+    if first < end:
+        i_row = tl.minimum(first + tl.arange(0, B), end - 1)
+        p_tile = p_x + (i_row.to(tl.int64) * row_stride)[:, None] + i_column[None, :]
+        x = tl.load(p_tile, mask=(i_column < columns)[None, :], other=0).to(tl.float32)
+        magnitude = tl.abs(x)
+        # Bits of floats that are not negative are ordered as the floats are.
+        if p_ends is None:
+            bits = tl.cast(tl.maximum(tl.max(magnitude), 0.0), tl.int32, bitcast=True)
+            tl.atomic_max(p_amax, bits, sem="relaxed")
+        else:
+            begin, past = groups_between(p_ends, groups, rows, first, B, BG)
+            for group in range(begin, past):  # pyright: ignore[reportArgumentType]
+                start, stop = rows_between(p_ends, group, rows, first, B)
+                is_member = (i_row >= start) & (i_row < stop)
+                # The maximum with a NaN is the other operand: a NaN does not count.
+                largest = tl.max(tl.where(is_member[:, None], magnitude, 0.0))
+                bits = tl.cast(tl.maximum(largest, 0.0), tl.int32, bitcast=True)
+                tl.atomic_max(p_amax + group, bits, sem="relaxed")
+
+
+@triton.jit
+def _column_amax_kernel(
+    p_x,
+    p_amax,
+    p_ends,
+    p_noop,
+    groups,
+    rows,
+    columns,
+    row_stride,
+    B: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BG: tl.constexpr,
+):
+    """The largest magnitude of each column of each group."""
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
+    chunks = tl.cdiv(columns, BK)
+    first = (tl.program_id(0) // chunks) * B
+    i_column = tl.program_id(0) % chunks * BK + tl.arange(0, BK)
     m_column = i_column < columns
     begin, past = groups_between(p_ends, groups, rows, first, B, BG)
     for group in range(begin, past):  # pyright: ignore[reportArgumentType]
@@ -73,14 +109,9 @@ def _amax_kernel(
                 x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
                 # The maximum with a NaN is the other operand: a NaN does not count.
                 largest = tl.maximum(largest, tl.abs(x))
-            # Bits of floats that are not negative are ordered as the floats are.
-            if amax_stride is None:
-                bits = tl.cast(tl.max(largest), tl.int32, bitcast=True)
-                tl.atomic_max(p_amax + group, bits, sem="relaxed")
-            else:
-                column_bits = tl.cast(tl.max(largest, 0), tl.int32, bitcast=True)
-                p_group = p_amax + tl.cast(group, tl.int64) * amax_stride
-                tl.atomic_max(p_group + i_column, column_bits, mask=m_column, sem="relaxed")
+            bits = tl.cast(tl.max(largest, 0), tl.int32, bitcast=True)
+            p_group = p_amax + tl.cast(group, tl.int64) * columns
+            tl.atomic_max(p_group + i_column, bits, mask=m_column, sem="relaxed")
 
 
 def amax(x: Tensor, *, noop: Tensor | None = None) -> Tensor:
@@ -98,40 +129,43 @@ def column_amax(
     x_MK: Tensor, ends_G: Tensor | None = None, *, noop: Tensor | None = None
 ) -> Tensor:
     """Largest magnitude of each column, or of each group's, as float32 ``(1, K)`` or ``(G, K)``."""
-    return _amax(x_MK, ends_G, noop, columns=x_MK.shape[1])
-
-
-def _amax(
-    x_MK: Tensor, ends_G: Tensor | None, noop: Tensor | None, *, columns: int | None = None
-) -> Tensor:
     x_MK = unit_columns(x_MK)
-    rows, width = x_MK.shape
+    rows, columns = x_MK.shape
     groups = group_number(ends_G)
-    shape = (groups,) if columns is None else (groups, columns)
-    amax_G = torch.zeros(shape, dtype=torch.int32, device=x_MK.device)
-    BK = max(16, triton.next_power_of_2(width))
-    if columns is None:
-        BK = min(BK, _AMAX_COLUMNS)
-        BR = _AMAX_VALUES // BK
-        tile: dict[str, Any] = {"B": _AMAX_STEPS * BR, "BR": BR, "BK": BK, "V": 8}
-    else:
-        tile = _COLUMN_AMAX | {"BK": min(BK, _COLUMN_AMAX["BK"])}
-    tile["BG"] = triton.next_power_of_2(groups)
-    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(width, tile["BK"])
+    amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_MK.device)
+    tile = _amax_tile(columns, groups)
+    # Few rows a program would mean many atomics for each column.
+    tile |= {"BR": tile["B"], "B": max(_COLUMN_ROWS, tile["B"])}
+    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(columns, tile["BK"])
+    if programs:
+        _column_amax_kernel[(programs,)](
+            x_MK, amax_GK, _ends(ends_G), noop, groups, rows, columns, x_MK.stride(0), **tile
+        )
+    return amax_GK.view(torch.float32)
+
+
+def _amax(x_MK: Tensor, ends_G: Tensor | None, noop: Tensor | None) -> Tensor:
+    x_MK = unit_columns(x_MK)
+    rows, columns = x_MK.shape
+    groups = group_number(ends_G)
+    amax_G = torch.zeros(groups, dtype=torch.int32, device=x_MK.device)
+    tile = _amax_tile(columns, groups)
+    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(columns, tile["BK"])
     if programs:
         _amax_kernel[(programs,)](
-            x_MK,
-            amax_G,
-            None if ends_G is None else ends_G.contiguous(),
-            noop,
-            groups,
-            rows,
-            width,
-            x_MK.stride(0),
-            columns,
-            **tile,
+            x_MK, amax_G, _ends(ends_G), noop, groups, rows, columns, x_MK.stride(0), **tile
         )
     return amax_G.view(torch.float32)
+
+
+def _amax_tile(columns: int, groups: int) -> dict[str, Any]:
+    """A program that only reads is fastest where it reads far along a row."""
+    BK = min(_AMAX_COLUMNS, max(16, triton.next_power_of_2(columns)))
+    return {"B": _AMAX_VALUES // BK, "BK": BK, "BG": triton.next_power_of_2(groups)}
+
+
+def _ends(ends_G: Tensor | None) -> Tensor | None:
+    return None if ends_G is None else ends_G.contiguous()
 
 
 @triton.jit
@@ -287,7 +321,7 @@ def _multiply(
             from_MK,
             scale,
             to_MK,
-            None if ends_G is None else ends_G.contiguous(),
+            _ends(ends_G),
             noop,
             group_number(ends_G),
             rows,
