@@ -40,7 +40,7 @@ from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
 # Rows, blocks of columns, and steps of a program: programs with groups have sixteen rows, or
 # fewer of them would be full; a program that stores wide values has one block a thread.
-_ROWS, _ROWS_OF_GROUPS, _TILES = (4, 32, 4), (16, 32, 2), (16, 32, 1)
+_ROWS, _ROWS_OF_GROUPS, _TILES = (8, 32, 4), (16, 32, 4), (16, 32, 1)
 _VALUES, _VALUES_OF_GROUPS = (4, 32, 1), (16, 8, 1)
 
 
@@ -342,7 +342,9 @@ def _tile(
     B, BC, steps = shape
     blocks = triton.cdiv(columns, NVFP4_BLOCK)
     BC = min(BC, triton.next_power_of_2(max(8, blocks)))
-    steps = min(steps, max(1, triton.cdiv(blocks, BC)))
+    # As many steps as leave the fewest without a block.
+    slices = max(1, triton.cdiv(blocks, BC))
+    steps = min(range(1, steps + 1), key=lambda step: (triton.cdiv(slices, step) * step, -step))
     programs = block_count(rows, ends_G, B) * triton.cdiv(blocks, BC * steps)
     return {"B": B, "BC": BC, "STEPS": steps}, programs
 

@@ -30,8 +30,8 @@ from backstash.kernels.nvfp4_columns import (
 )
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
-# A program of each direction has as many values: 16 rows by 512, or 64 rows by 128 columns.
-_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 4, 128, 4
+# A program of each direction has as many values: 16 rows by 512, or 128 rows by 64 columns.
+_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 8, 64, 4
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks"])

@@ -34,7 +34,7 @@ from backstash.kernels.nvfp4_codes import (
 )
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_bytes
 
-_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 4, 128, 4
+_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 8, 64, 4
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks", "bound"])
@@ -56,40 +56,41 @@ def _table_kernel(
     """
     group = tl.program_id(0)
     i_group = tl.arange(0, BG)
-    m_group = i_group < groups
-    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
-    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
-    before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
-    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
+    ends = _end(p_ends + i_group, i_group < groups, rows)
+    before = _end(p_ends + i_group - 1, (i_group > 0) & (i_group < groups), rows)
     counts = tl.maximum(ends - before, 0)
-    block_counts = (counts + 15) // 16
-    widths = (counts + MULTIPLE - 1) // MULTIPLE * (MULTIPLE // 2)
-    first_block = tl.minimum(tl.sum(tl.where(i_group < group, block_counts, 0), 0), blocks)
-    prefix = tl.sum(tl.where(i_group < group, widths, 0), 0)
-    of_group = i_group == group
-    start = tl.sum(tl.where(of_group, before, 0), 0)
-    end = tl.sum(tl.where(of_group, ends, 0), 0)
-    width = tl.sum(tl.where(of_group, widths, 0), 0)
-    count = tl.sum(tl.where(of_group, block_counts, 0), 0)
-    last = tl.sum(tl.where(i_group == groups - 1, ends, 0), 0)
+    m_before = i_group < group
+    first_block = tl.sum(tl.where(m_before, (counts + 15) // 16, 0), 0)
+    prefix = tl.sum(tl.where(m_before, (counts + MULTIPLE - 1) // MULTIPLE, 0), 0) * (MULTIPLE // 2)
     # The tail begins where the last group ends, and takes all entries that are left.  Each is
     # like a group of its own, of 16 rows, and narrower at the end of the buffer.
     in_tail = group >= groups
-    start, end = tl.where(in_tail, last, start), tl.where(in_tail, rows, end)
-    count = tl.minimum(tl.where(in_tail, blocks, count), blocks - first_block)
+    start = _end(p_ends + group - 1, group > 0, rows)
+    end = tl.where(in_tail, rows, _end(p_ends + group, group < groups, rows))
+    count = tl.maximum(end - start, 0)
+    width = (count + MULTIPLE - 1) // MULTIPLE * (MULTIPLE // 2)
+    count = tl.where(in_tail, blocks, (count + 15) // 16)
+    count = tl.minimum(count, blocks - tl.minimum(first_block, blocks))
+    i_entry = tl.arange(0, 8)[None, :]
     for i in range(0, count, CHUNK):
-        i_block = i + tl.arange(0, CHUNK)
-        m_block = i_block < count
+        i_block = i + tl.arange(0, CHUNK)[:, None]
         first = tl.minimum(start + i_block * 16, end)
-        bytes_before = prefix + tl.where(in_tail, i_block * 8, 0)
-        left = tl.minimum(tl.maximum(bound - bytes_before, 0), 8)
-        p_entry = p_table + (first_block + i_block) * 8
-        tl.store(p_entry, first, mask=m_block)
-        tl.store(p_entry + 1, tl.minimum(first + 16, end), mask=m_block)
-        tl.store(p_entry + 2, tl.zeros([CHUNK], tl.int32) + group, mask=m_block)
-        tl.store(p_entry + 3, bytes_before, mask=m_block)
-        tl.store(p_entry + 4, tl.where(in_tail, left, width), mask=m_block)
-        tl.store(p_entry + 5, tl.where(in_tail, 0, i_block * 8), mask=m_block)
+        bytes_before = tl.where(in_tail, 0, i_block * 8)
+        of_columns = prefix + i_block * 8 - bytes_before
+        left = tl.minimum(tl.maximum(bound - of_columns, 0), 8)
+        entry = tl.where(i_entry == 0, first, tl.minimum(first + 16, end))
+        entry = tl.where(i_entry == 2, group, entry)
+        entry = tl.where(i_entry == 3, of_columns, entry)
+        entry = tl.where(i_entry == 4, tl.where(in_tail, left, width), entry)
+        entry = tl.where(i_entry == 5, bytes_before, entry)
+        tl.store(p_table + (first_block + i_block) * 8 + i_entry, entry, mask=i_block < count)
+
+
+@triton.jit
+def _end(p_end, mask, rows):
+    """The end of a group, cut at the buffer; zero before the first."""
+    end = tl.load(p_end, mask=mask, other=0)
+    return tl.minimum(tl.maximum(end, 0), rows).to(tl.int32)
 
 
 @triton.jit
@@ -235,8 +236,7 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
-# Bytes are read one by one, also where they could be read together: a thread with a whole block
-# of bytes would have the values of too few columns.
+# Bytes are read one by one: a thread with a block of them would have values of few columns.
 @triton.jit(do_not_specialize=["groups", "rows", "blocks", "width"])
 def _dequantize_kernel(
     p_codes,
@@ -383,7 +383,7 @@ def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | No
         return None
     blocks, groups = block_count(rows, ends_G, NVFP4_BLOCK), len(ends_G)
     table_S8 = torch.empty(blocks, 8, dtype=torch.int32, device=ends_G.device)
-    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups), "CHUNK": 256}
+    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups), "CHUNK": 512}
     bound = nvfp4_column_bytes(rows, 1, groups, multiple)
     _table_kernel[(groups + 1,)](
         ends_G.contiguous(), table_S8, groups, rows, blocks, bound, MULTIPLE=multiple, **tile
