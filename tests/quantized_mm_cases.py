@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,21 @@ SHAPES: dict[str, Shape] = {
     "odd": ([5, 130, 0, 257], (33, 65)),
     "many-blocks": ([700, 3, 400], (272, 400)),
 }
+# Where both features are whole units of a copy engine; the last has more tiles than a GPU has
+# processors, and groups of every length.
+WHOLE_SHAPES: dict[str, Shape] = {
+    "one-matrix": (300, (48, 96)),
+    "empty-one-and-33": ([0, 1, 33], (48, 96)),
+    "no-rows": ([0, 0], (48, 96)),
+    "odd-rows": ([5, 130, 0, 257], (48, 112)),
+    "many-blocks": ([700, 3, 400], (272, 400)),
+    "many-tiles": ([1000, 2000, 0, 77, 1], (512, 768)),
+}
+by_whole_shape = pytest.mark.parametrize("shape", WHOLE_SHAPES.values(), ids=WHOLE_SHAPES.keys())
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the kernels are those of a Hopper GPU",
+)
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 by_tiles = pytest.mark.parametrize("weight_blocks", ["lines", "tiles"])
 
@@ -67,7 +83,7 @@ def codes_of(kind: Kind, blocks: Blocks, x_MK: Tensor, ends_G: Tensor | None) ->
             codes, scales = kernels.quantize_mx_tiles(x_MK, ends_G)
         return Codes(codes.view(E4M3), scales, shape, blocks)
     if kind.format == "blocks":
-        options = {"power_of_two": kind.power_of_two}
+        options: dict[str, Any] = {"power_of_two": kind.power_of_two}
         if blocks is ROWS:
             codes, scales = kernels.quantize_block_rows(x_MK, kind.code, **options)
         elif blocks is COLUMNS:
@@ -224,6 +240,20 @@ def spread(rows: int, columns: int) -> Tensor:
     """Random values; rows and columns span a few powers of two, so that blocks differ."""
     powers = torch.randint(-4, 4, (rows, 1)) + torch.randint(-4, 4, (1, columns))
     return torch.randn(rows, columns) * torch.exp2(powers.float())
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, module: Any, kernel: str) -> list[Any]:
+    """A list that grows with each launch of a kernel."""
+    grids: list[Any] = []
+    launched = getattr(module, kernel)
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            grids.append(grid)
+            return launched[grid]
+
+    monkeypatch.setattr(module, kernel, Watched())
+    return grids
 
 
 def signs(rows: int, columns: int) -> Tensor:

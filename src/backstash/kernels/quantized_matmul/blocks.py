@@ -78,8 +78,8 @@ def _add_scaled(total, product, a_scale, b_scale, TILES: tl.constexpr):
 @triton.jit(do_not_specialize=["groups", "rows", "tiles"])
 def block_mm_kernel(
     p_a,
-    p_a_scales,
     p_b,
+    p_a_scales,
     p_b_scales,
     p_out,
     p_table,

@@ -46,8 +46,8 @@ def _values(codes, exponents, COLUMNS: tl.constexpr, B: tl.constexpr, BK: tl.con
 @triton.jit(do_not_specialize=["groups", "rows", "tiles"])
 def mx_mm_kernel(
     p_a,
-    p_a_scales,
     p_b,
+    p_a_scales,
     p_b_scales,
     p_out,
     p_table,

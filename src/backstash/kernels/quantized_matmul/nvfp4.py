@@ -84,10 +84,10 @@ def _over_all(p_amax, group, line, m_line, LINES: tl.constexpr):
 @triton.jit(do_not_specialize=["groups", "rows", "tiles"])
 def nvfp4_mm_kernel(
     p_a,
-    p_a_scales,
-    p_a_amax,
     p_b,
+    p_a_scales,
     p_b_scales,
+    p_a_amax,
     p_b_amax,
     p_out,
     p_table,
