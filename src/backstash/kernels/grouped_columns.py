@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.warpgroups import (
+    FAR,
     async_load,
     give_ticket,
     matrices,
@@ -34,7 +35,7 @@ from backstash.kernels.warpgroups import (
     new_aligned,
     new_barriers,
     ragged,
-    store_tile,
+    store_block,
     take_ticket,
 )
 
@@ -42,8 +43,9 @@ TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "BK": 64, "STAGES": 4}
 
 
 @gluon.jit
-def _locate(p_table, ticket, high, wide):
+def _locate(p_table, ticket, tiles, high, wide):
     """The rows and the group of a tile, and its place among the group's ``high * wide`` tiles."""
+    ticket = gl.minimum(ticket, tiles - 1)
     place = ticket % (high * wide)
     p_entry = p_table + ticket // (high * wide) * 4
     start, end, group = gl.load(p_entry), gl.load(p_entry + 1), gl.load(p_entry + 2)
@@ -74,20 +76,23 @@ def _fetch(
     ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
     n = 0
     i = 0
-    while ticket < groups * high * wide:
+    tiles = groups * high * wide
+    while ticket < tiles:
         give_ticket(tickets, given, taken, n, ticket)
-        start, end, _, i_high, i_wide = _locate(p_table, ticket, high, wide)
+        start, end, _, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
         ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
         for first in range(start, end, BK):
             stage = i % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
             mbarrier.expect(bar, block_bytes)
-            above = gl.minimum(end - first - BK, 0)
+            rows = gl.minimum(end - first, BK)
+            stop, place = first + rows, FAR - rows
             column = i_high * 2 * HALF
-            async_load(a_desc, [first, above, column], bar, a_smem.index(2 * stage))
-            async_load(a_desc, [first, above, column + HALF], bar, a_smem.index(2 * stage + 1))
-            async_load(b_desc, [first, above, i_wide * BN], bar, b_smem.index(stage))
+            a_low = a_smem.index(2 * stage + 1)
+            async_load(a_desc, [FAR, stop, place, column], bar, a_smem.index(2 * stage))
+            async_load(a_desc, [FAR, stop, place, column + HALF], bar, a_low)
+            async_load(b_desc, [FAR, stop, place, i_wide * BN], bar, b_smem.index(stage))
             i += 1
         n += 1
     give_ticket(tickets, given, taken, n, ticket)
@@ -116,18 +121,21 @@ def _multiply_half(
 ):
     n = 0
     i = 0
+    tiles = groups * high * wide
     ticket = take_ticket(tickets, given, taken, n)
-    while ticket < groups * high * wide:
-        start, end, group, i_high, i_wide = _locate(p_table, ticket, high, wide)
+    start, end, group, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
+    while ticket < tiles:
         steps = (end - start + BK - 1) // BK
         total = multiply(
             a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, False, False
         )
-        row = (2 * i_high + half) * HALF
-        store_tile(c_desc, c_smem, total, group, row, i_wide * BN, HALF, BN)
         i += steps
         n += 1
+        matrix, row, column = group, (2 * i_high + half) * HALF, i_wide * BN
+        # The next tile is looked up before this one is stored: storing hides how long it takes.
         ticket = take_ticket(tickets, given, taken, n)
+        start, end, group, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
+        store_block(c_desc, c_smem, total, matrix, row, column, HALF, BN)
     tma.store_wait(0)
 
 
@@ -145,8 +153,8 @@ def _columns_kernel(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 1, BK, HALF], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BK, BN], b_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 1, 1, BK, HALF], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, 1, BK, BN], b_desc.layout)
     c_block: gl.constexpr = [1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)

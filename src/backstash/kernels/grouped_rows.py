@@ -5,9 +5,8 @@ two groups.  A tile is such a block times BN columns.  Tiles are given out in pa
 blocks of rows by all columns, so that the weights and the rows that neighbouring processors
 read are the same ones, and come from the cache.
 
-A warpgroup whose rows are less than half a tile works on as many rows before them as well, of
-the same group or another.  That spoils nothing: a row of the result depends on its own row only,
-and only the rows that it was given are stored.  The tail is a
+The last block of a group reads rows of the next group as well, which spoils nothing: a row of
+the result depends on its own row only, and only the group's rows are stored.  The tail is a
 group without weights: its tiles are stored as the zeros that they start as.
 
 Letters: T rows, J columns of the rows, C columns of the result, G groups.
@@ -39,7 +38,7 @@ from backstash.kernels.warpgroups import (
     new_barriers,
     pass_over,
     ragged,
-    store_tile,
+    store_rows,
     take_ticket,
 )
 
@@ -48,7 +47,8 @@ TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "BK": 64, "STAGES": 4, "PATCH": 8
 
 @gluon.jit
 def _locate(p_table, ticket, used, chunks, PATCH: gl.constexpr):
-    """The rows, the group and the column block of a tile."""
+    """The rows, the group and the column block of a tile; of the last, where there is no more."""
+    ticket = gl.minimum(ticket, used * chunks - 1)
     first_block = ticket // (PATCH * chunks) * PATCH
     height = gl.minimum(used - first_block, PATCH)
     place = ticket % (PATCH * chunks)
@@ -87,7 +87,6 @@ def _fetch(
         give_ticket(tickets, given, taken, n, ticket)
         first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
         has_low = end > first + HALF
-        end_high = gl.minimum(end, first + HALF)
         steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
         ticket = gl.atomic_add(p_table + 7, 1, sem="relaxed")
         for step in range(steps):
@@ -98,8 +97,8 @@ def _fetch(
             mbarrier.expect(bar, (2 * HALF + BN) * block_bytes, pred=has_low)
             mbarrier.expect(bar, (HALF + BN) * block_bytes, pred=first + HALF >= end)
             p_low = a_smem.index(2 * stage + 1)
-            async_load(a_desc, [end_high - HALF, k], bar, a_smem.index(2 * stage))
-            async_load(a_desc, [end - HALF, k], bar, p_low, pred=has_low)
+            async_load(a_desc, [first, k], bar, a_smem.index(2 * stage))
+            async_load(a_desc, [first + HALF, k], bar, p_low, pred=has_low)
             place = [group, chunk * BN, k] if B_ROWS else [group, k, chunk * BN]
             async_load(b_desc, place, bar, b_smem.index(stage))
         i += steps
@@ -134,21 +133,38 @@ def _multiply_half(
     n = 0
     i = 0
     ticket = take_ticket(tickets, given, taken, n)
+    first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
     while ticket < used * chunks:
-        first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
         steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
-        rows = gl.minimum(end - first - half * HALF, HALF)
-        if rows > 0:
-            total = multiply(
-                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, True, B_ROWS
-            )
-            first += half * HALF
-            store_tile(c_desc, c_smem, total, first, rows - HALF, chunk * BN, HALF, BN)
-        else:
-            pass_over(full, empty, i, steps, STAGES)
+        first += half * HALF
+        rows = gl.minimum(end - first, HALF)
         i += steps
         n += 1
-        ticket = take_ticket(tickets, given, taken, n)
+        if rows > 0:
+            total = multiply(
+                a_smem,
+                b_smem,
+                full,
+                empty,
+                i - steps,
+                steps,
+                half,
+                HALF,
+                BN,
+                BK,
+                STAGES,
+                True,
+                B_ROWS,
+            )
+            stop, column = first + rows, chunk * BN
+            # The next tile is looked up before this one is stored: storing hides how long it takes.
+            ticket = take_ticket(tickets, given, taken, n)
+            first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+            store_rows(c_desc, c_smem, total, stop, rows, column, HALF, BN)
+        else:
+            pass_over(full, empty, i - steps, steps, STAGES)
+            ticket = take_ticket(tickets, given, taken, n)
+            first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
     tma.store_wait(0)
 
 
@@ -172,7 +188,7 @@ def _rows_kernel(
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF, BK], a_desc.layout)
     b_blocks: gl.constexpr = [STAGES, 1, BN, BK] if B_ROWS else [STAGES, 1, BK, BN]
     b_smem = gl.allocate_shared_memory(b_desc.dtype, b_blocks, b_desc.layout)
-    c_block: gl.constexpr = [1, HALF, BN // 2]
+    c_block: gl.constexpr = [1, 1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -11,9 +11,9 @@ Tiles are given out by a counter, as tickets: a program that was slow, or whose 
 that began late because other work had its processor, asks for the next one later.  Who computes
 a tile changes nothing in it: the blocks of a sum are always added in their order.
 
-Rows that end inside a block need no mask.  The copy engine reads zeros past the bounds of a
-tensor and writes nothing there, so the rows of a group are shown to it as a tensor whose second
-dimension ends with the block: :func:`ragged` tells how.
+Rows that end inside a block need no mask.  The copy engine reads zeros past the end of a tensor
+and writes nothing there, so the rows of a group are shown to it as a tensor that ends where the
+group does: :func:`ragged` tells how.
 
 Letters: HALF rows of a tile for a warpgroup, BN columns of a tile, BK of a block along the sum.
 """
@@ -45,6 +45,10 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #: The copy engine wants every stride, and every address, to be whole units.
 UNIT_BYTES = 16
+#: More rows than a matrix has.
+FAR = gl.constexpr(2**30)
+# Values after which an address is the same again, for a value of any size.
+_WRAP = 2**64
 #: Dtypes of the operands, and what Gluon calls them.
 DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -121,18 +125,37 @@ def pass_over(full, empty, i, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(c_desc, c_smem, total, i_0, i_1, column, HALF: gl.constexpr, BN: gl.constexpr):
-    """Store a warpgroup's half of a tile in two pieces, at ``[i_0, i_1, column]`` of c_desc."""
-    value = total.to(c_desc.dtype)
-    low, high = value.reshape([HALF, 2, BN // 2]).permute(0, 2, 1).split()
+def store_rows(c_desc, c_smem, total, end, rows, column, HALF: gl.constexpr, BN: gl.constexpr):
+    """Store the first ``rows`` rows of a warpgroup's part of a tile: those before row ``end``."""
+    low, high = _halves(total.to(c_desc.dtype), HALF, BN)
+    tma.store_wait(0)
+    c_smem.store(low.reshape([1, 1, HALF, BN // 2]))
+    fence_async_shared()
+    async_store(c_desc, [FAR, end, FAR - rows, column], c_smem)
+    tma.store_wait(0)
+    c_smem.store(high.reshape([1, 1, HALF, BN // 2]))
+    fence_async_shared()
+    async_store(c_desc, [FAR, end, FAR - rows, column + BN // 2], c_smem)
+
+
+@gluon.jit
+def store_block(c_desc, c_smem, total, group, row, column, HALF: gl.constexpr, BN: gl.constexpr):
+    """Store a warpgroup's part of a tile into a group's matrix."""
+    low, high = _halves(total.to(c_desc.dtype), HALF, BN)
     tma.store_wait(0)
     c_smem.store(low.reshape([1, HALF, BN // 2]))
     fence_async_shared()
-    async_store(c_desc, [i_0, i_1, column], c_smem)
+    async_store(c_desc, [group, row, column], c_smem)
     tma.store_wait(0)
     c_smem.store(high.reshape([1, HALF, BN // 2]))
     fence_async_shared()
-    async_store(c_desc, [i_0, i_1, column + BN // 2], c_smem)
+    async_store(c_desc, [group, row, column + BN // 2], c_smem)
+
+
+@gluon.jit
+def _halves(value, HALF: gl.constexpr, BN: gl.constexpr):
+    """The left and the right half of the columns: there is room in shared memory for one."""
+    return value.reshape([HALF, 2, BN // 2]).permute(0, 2, 1).split()
 
 
 @gluon.jit
@@ -160,16 +183,20 @@ def new_aligned(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def ragged(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Rows of a matrix in blocks of ``rows`` times ``columns``, of which only the last m count.
+    """Rows of a matrix in blocks of ``rows`` times ``columns``, of which only the first m count.
 
-    The copy engine sees ``(T, rows, K)`` in which the first two dimensions both step from row
-    to row.  The last m rows of the block at ``[t, m - rows, k]`` then are the rows of the matrix
-    from t on; what is above them has a negative place in the second dimension, so it is read as
-    zeros and not written.
+    The copy engine sees ``(FAR + 1, T + 1, FAR, K)``, in which the second and the third dimension
+    both step from row to row.  The block at ``[FAR, e, FAR - m, k]`` begins m rows before row e:
+    the first dimension takes FAR rows back, because addresses wrap at 64 bits, and the third gives
+    all but m of them.  What follows its first m rows is past the end of the third dimension, so
+    it is read as zeros and not written.  (A place before the beginning of a dimension would do as
+    well, with fewer dimensions, but the engine refuses to store at one.)
     """
     T, K = x_TK.shape
     step = x_TK.stride(0)
-    return _describe(x_TK, (T, rows, K), (step, step, 1), [1, rows, columns])
+    far = FAR.value
+    shape, steps = (far + 1, T + 1, far, K), (_WRAP // far - step, step, step, 1)
+    return _describe(x_TK, shape, steps, [1, 1, rows, columns])
 
 
 def matrix(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
