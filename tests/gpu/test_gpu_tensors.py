@@ -153,6 +153,27 @@ def test_rows_are_read_and_written_where_they_lie(format, usage):
 
 
 @by_format
+def test_rows_at_any_address_are_read_and_written(format):
+    """Rows of 37 bytes begin where no wide load does."""
+    q = quantized(format, Usage.ROWWISE, shape=(260, 37)).cuda()
+    for rows in (slice(3, 133), slice(131, 132), slice(0, 260)):
+        try:
+            one = q[rows]
+        except LayoutError:
+            assert format.serves_both
+            continue
+        values_before = q.dequantize()
+        assert torch.equal(one.dequantize(), values_before[rows])
+        if not one.shared:
+            x = torch.randn(one.shape)
+            wanted = one.cpu().clone().copy_(x)
+            one.copy_(x.cuda())
+            assert_identical(one.cpu(), wanted)
+            assert torch.equal(q.dequantize()[: rows.start], values_before[: rows.start])
+            assert torch.equal(q.dequantize()[rows.stop :], values_before[rows.stop :])
+
+
+@by_format
 def test_a_compiled_graph_has_the_bytes_of_the_eager_one(format):
     x = torch.randn(33, 40, device="cuda")
     run = torch.compile(lambda x: format.quantize(x, Usage.BOTH), fullgraph=True, backend="eager")
