@@ -37,6 +37,7 @@ SETTINGS = (
     Setting(carrier="peers"),
     Setting(gather="mxfp8", recipe="mxfp8"),
     Setting(gather="float8_current", recipe="float8_current"),
+    Setting(gather="mxfp8"),
     Setting(parts=8),
     Setting(parts=8, carrier="peers"),
     Setting(gather="mxfp8", parts=8),
