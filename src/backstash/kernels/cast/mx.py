@@ -31,8 +31,10 @@ from backstash.kernels.reference.into import Into, noop_of
 _BLOCK = 32
 # Codes along rows need no block of rows: few rows and many slices fill whole sectors.
 _ROWS, _ROW_SLICES, _ROW_STEPS = 4, 32, 4
-# Columns of a program, columns of a thread side by side, warps.
-_COLUMNS, _BOTH, _VALUES = (64, 8, 1), (64, 8, 1), (256, 8, 4)
+# Columns of a tile, columns of a thread side by side; and tiles of a program.
+_TILE: dict[str, Any] = {"BK": 64, "V": 8, "num_warps": 1}
+_VALUES_TILE: dict[str, Any] = {"BK": 256, "V": 8, "num_warps": 4}
+_STEPS = 2
 
 Buffers = tuple[Tensor, Tensor]
 
@@ -95,58 +97,59 @@ def _quantize_blocks_kernel(
     B: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Codes down columns or in tiles; and, with a place for them, those along rows."""
     if p_noop is not None and tl.load(p_noop) != 0:
         return
     BS: tl.constexpr = BK // 32
-    chunks = tl.cdiv(columns, BK)
+    chunks = tl.cdiv(columns, BK * STEPS)
     i_block = tl.program_id(0) // chunks
     i_chunk = tl.program_id(0) % chunks
     first, end, group = locate_block(p_table, rows, i_block, B)
-    # A thread gets V columns side by side, and many rows of each.
-    i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
-    m_column = i_column < columns
-    slices = tl.cdiv(columns, 32)
-    i_slice = i_chunk * BS + tl.arange(0, BS)
-    m_slice = i_slice < slices
-    exponent = tl.zeros([BK], tl.int32)
-    tile_exponent = tl.zeros([BS], tl.int32)
-    # A block that no group needs has exponents of zero, and nothing else.
-    if group < groups:
-        # A row past the end is the last row once more: it changes no maximum, and no byte.
-        i_row = tl.minimum(first + tl.arange(0, B), end - 1).to(tl.int64)
-        p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
-        x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
-        magnitude = tl.abs(x)
-        o_tile = (i_row * columns)[:, None] + i_column[None, :]
-        # The maximum with a NaN is the other operand: a NaN does not count.
-        largest = tl.maximum(tl.max(magnitude, 0), 0.0)
+    o_block, slices = tl.cast(i_block, tl.int64), tl.cdiv(columns, 32)
+    for i_step in tl.static_range(STEPS):  # pyright: ignore[reportGeneralTypeIssues]
+        i_tile = i_chunk * STEPS + i_step
+        # A thread gets V columns side by side, and many rows of each.
+        i_column = tl.max_contiguous(i_tile * BK + tl.arange(0, BK), V)
+        m_column = i_column < columns
+        i_slice = i_tile * BS + tl.arange(0, BS)
+        m_slice = i_slice < slices
+        exponent, tile_exponent = tl.zeros([BK], tl.int32), tl.zeros([BS], tl.int32)
+        # A block that no group needs has exponents of zero, and nothing else.
+        if group < groups:
+            # A row past the end is the last row once more: it changes no maximum, and no byte.
+            i_row = tl.minimum(first + tl.arange(0, B), end - 1).to(tl.int64)
+            p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
+            x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
+            magnitude = tl.abs(x)
+            o_tile = (i_row * columns)[:, None] + i_column[None, :]
+            # The maximum with a NaN is the other operand: a NaN does not count.
+            largest = tl.maximum(tl.max(magnitude, 0), 0.0)
+            if p_tile_exponents is None:
+                exponent = exponent_of(largest)
+                multiplier = multiplier_of(exponent)
+            else:
+                tile_exponent = exponent_of(tl.max(tl.reshape(largest, [BS, 32]), 1))
+                multiplier = tl.broadcast_to(multiplier_of(tile_exponent)[:, None], [BS, 32])
+                multiplier = tl.reshape(multiplier, [BK])
+            codes = (x * multiplier[None, :]).to(tl.float8e4nv)
+            tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
+            if p_row_codes is not None:
+                row_amax = tl.maximum(tl.max(tl.reshape(magnitude, [B, BS, 32]), 2), 0.0)
+                row_exponent = exponent_of(row_amax)
+                multiplier = multiplier_of(row_exponent)[:, :, None]
+                multiplier = tl.reshape(tl.broadcast_to(multiplier, [B, BS, 32]), [B, BK])
+                codes = (x * multiplier).to(tl.float8e4nv)
+                tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
+                p_row = p_row_exponents + (i_row * slices)[:, None] + i_slice[None, :]
+                tl.store(p_row, row_exponent.to(tl.uint8), mask=m_slice[None, :])
         if p_tile_exponents is None:
-            exponent = exponent_of(largest)
-            multiplier = multiplier_of(exponent)
+            p_exponent = p_column_exponents + o_block * columns + i_column
+            tl.store(p_exponent, exponent.to(tl.uint8), mask=m_column)
         else:
-            tile_exponent = exponent_of(tl.max(tl.reshape(largest, [BS, 32]), 1))
-            multiplier = tl.broadcast_to(multiplier_of(tile_exponent)[:, None], [BS, 32])
-            multiplier = tl.reshape(multiplier, [BK])
-        codes = (x * multiplier[None, :]).to(tl.float8e4nv)
-        tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
-        if p_row_codes is not None:
-            largest = tl.maximum(tl.max(tl.reshape(magnitude, [B, BS, 32]), 2), 0.0)
-            row_exponent = exponent_of(largest)
-            multiplier = multiplier_of(row_exponent)[:, :, None]
-            multiplier = tl.reshape(tl.broadcast_to(multiplier, [B, BS, 32]), [B, BK])
-            codes = (x * multiplier).to(tl.float8e4nv)
-            tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
-            p_exponent = p_row_exponents + (i_row * slices)[:, None] + i_slice[None, :]
-            tl.store(p_exponent, row_exponent.to(tl.uint8), mask=m_slice[None, :])
-    o_block = tl.cast(i_block, tl.int64)
-    if p_tile_exponents is None:
-        p_exponent = p_column_exponents + o_block * columns + i_column
-        tl.store(p_exponent, exponent.to(tl.uint8), mask=m_column)
-    else:
-        p_exponent = p_tile_exponents + o_block * slices + i_slice
-        tl.store(p_exponent, tile_exponent.to(tl.uint8), mask=m_slice)
+            p_exponent = p_tile_exponents + o_block * slices + i_slice
+            tl.store(p_exponent, tile_exponent.to(tl.uint8), mask=m_slice)
 
 
 @triton.jit
@@ -337,9 +340,9 @@ def _quantize_blocks(
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     row_codes, row_exponents, codes, column_exponents, tile_exponents = outputs
-    BK, V, warps = _COLUMNS if row_codes is None else _BOTH
-    tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": V, "num_warps": warps}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, BK)
+    tile = {"B": _BLOCK, **_TILE, "STEPS": min(_STEPS, max(1, triton.cdiv(columns, _TILE["BK"])))}
+    chunks = triton.cdiv(columns, tile["BK"] * tile["STEPS"])
+    programs = block_count(rows, ends_G, _BLOCK) * chunks
     if programs:
         _quantize_blocks_kernel[(programs,)](
             x_MK,
@@ -367,9 +370,8 @@ def _dequantize_blocks(
     codes_MK = unit_columns(codes_MK)
     rows, columns = codes_MK.shape
     y_MK = torch.empty(rows, columns, dtype=dtype, device=codes_MK.device)
-    BK, V, warps = _VALUES
-    tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": V, "num_warps": warps}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, BK)
+    tile = {"B": _BLOCK, **_VALUES_TILE}
+    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, tile["BK"])
     if programs:
         _dequantize_blocks_kernel[(programs,)](
             codes_MK.view(torch.float8_e4m3fn),
