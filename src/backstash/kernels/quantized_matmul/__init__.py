@@ -25,6 +25,7 @@ from backstash.kernels.quantized_matmul.blocks import block_mm_kernel, turn_bloc
 from backstash.kernels.quantized_matmul.hopper import blocks_of, is_whole
 from backstash.kernels.quantized_matmul.hopper_blocks import hopper_block_kernel
 from backstash.kernels.quantized_matmul.hopper_mx import hopper_mx_kernel
+from backstash.kernels.quantized_matmul.hopper_nvfp4 import hopper_nvfp4_kernel
 from backstash.kernels.quantized_matmul.mx import mx_mm_kernel
 from backstash.kernels.quantized_matmul.nvfp4 import nvfp4_mm_kernel
 from backstash.kernels.reference import quantized_mm as reference
@@ -39,6 +40,7 @@ _BLOCK_TILE = {"BN": 128, "num_warps": 8, "num_stages": 4}
 _NVFP4_TILE = {"BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
 _HOPPER_MX_TILE = {"BN": 256, "BK": 64, "STAGES": 4, "num_warps": 8}
 _HOPPER_BLOCK_TILE = {"BN": 128, "STAGES": 4, "num_warps": 8}
+_HOPPER_NVFP4_TILE = {"BN": 256, "BK": 64, "num_warps": 8}
 _HOPPER = 9
 # Ends are read this many at least, so that few numbers of groups need a kernel of their own.
 _FEWEST_ENDS = 128
@@ -143,12 +145,20 @@ def _launch(a: Codes, b: Codes, out: Tensor, product: _Product) -> None:
     }
     kernel: Any
     if a.amax is not None and b.amax is not None:
-        kernel, tile = nvfp4_mm_kernel, _NVFP4_TILE
         operands += [a.amax.contiguous(), b.amax.contiguous()]
-        tables += (hadamard_matrix(out.device) if a.is_rotated else None,)
         rest = triton.cdiv(a.shape[1], 2), triton.cdiv(b.shape[1], 2)
         constants |= {"A_LINES": a.amax.ndim == 2, "B_LINES": b.amax.ndim == 2}
-    elif _is_hopper(a, b):
+        if (
+            not product.is_dw
+            and _is_hopper(a)
+            and all(size % 32 == 0 for size in product.sizes[2:])
+        ):
+            kernel, tile, tables = hopper_nvfp4_kernel, _HOPPER_NVFP4_TILE, tables[:1]
+            del constants["IS_DW"], constants["BG"]
+        else:
+            kernel, tile = nvfp4_mm_kernel, _NVFP4_TILE
+            tables += (hadamard_matrix(out.device) if a.is_rotated else None,)
+    elif _is_hopper(a) and is_whole(a.codes) and is_whole(b.codes):
         kernel, tile = (
             (hopper_block_kernel, _HOPPER_BLOCK_TILE)
             if _is_blocks(a)
@@ -160,7 +170,7 @@ def _launch(a: Codes, b: Codes, out: Tensor, product: _Product) -> None:
     else:
         kernel, tile = mx_mm_kernel, _MX_TILE
     programs = tiles = product.strips * triton.cdiv(product.sizes[4], tile["BN"])
-    if "STAGES" in tile:
+    if tile in (_HOPPER_MX_TILE, _HOPPER_BLOCK_TILE, _HOPPER_NVFP4_TILE):
         processors = torch.cuda.get_device_properties(out.device).multi_processor_count
         programs = min(tiles, processors)
     kernel[(programs,)](*operands, out, *tables, *product.sizes, tiles, *rest, **constants, **tile)
@@ -191,9 +201,9 @@ def _has_kernel(a: Codes, b: Codes, dtype: torch.dtype) -> bool:
     return a.is_rotated is b.is_rotated and not is_odd
 
 
-def _is_hopper(a: Codes, b: Codes) -> bool:
-    capability = torch.cuda.get_device_capability(a.codes.device) if a.codes.is_cuda else (0, 0)
-    return capability[0] == _HOPPER and is_whole(a.codes) and is_whole(b.codes)
+def _is_hopper(a: Codes) -> bool:
+    device = a.codes.device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _is_blocks(operand: Codes) -> bool:
