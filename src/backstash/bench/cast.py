@@ -163,6 +163,8 @@ def nvfp4_casts(x: Tensor, ends: Tensor) -> Iterator[Work]:
     rotated = both("rotated_column_amax", x, rotation, ends)
     yield Work("largest of rotated columns, groups", ONE_USAGE, *rotated, [x])
     rotated_GK = kernels.rotated_column_amax(x, rotation, ends)
+    whole = ends // kernels.NVFP4_BLOCK * kernels.NVFP4_BLOCK
+    whole[-1] = len(x)
     for what, *arguments in (
         ("rows", x, one),
         ("rows, groups", x, amax_G, ends),
@@ -170,6 +172,7 @@ def nvfp4_casts(x: Tensor, ends: Tensor) -> Iterator[Work]:
         ("tiles", x, one),
         ("columns", x, one),
         ("columns, groups", x, amax_G, ends),
+        ("columns, groups of whole blocks", x, amax_G, whole),
         ("columns, rotated, groups", x, rotated_GK, ends, rotation),
     ):
         cast = both(f"quantize_nvfp4_{what.split(',')[0]}", *arguments)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from backstash.kernels.blocks import group_number, new_bytes, unit_columns
 from backstash.kernels.nvfp4 import along_rows, cast_options
-from backstash.kernels.nvfp4_columns import (
+from backstash.kernels.nvfp4_columns import down_columns
+from backstash.kernels.nvfp4_places import (
     are_words,
     column_table,
     column_width,
-    down_columns,
     new_columns,
     row_multiple,
 )
