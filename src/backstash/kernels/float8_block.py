@@ -158,11 +158,12 @@ def _dequantize_kernel(
     chunks = tl.cdiv(columns, 128)
     i_block = tl.program_id(0) // chunks
     i_chunk = tl.program_id(0) % chunks
-    i_column = i_chunk * 128 + tl.arange(0, 128)
+    # As many neighbours a thread in codes as in values: nothing has to change threads.
+    i_column = tl.max_contiguous(i_chunk * 128 + tl.arange(0, 128), 8)
     m_column = i_column < columns
     first, end, group = locate_block(p_table, rows, i_block, B)
     # The tail is written, as zeros, and never read.
-    read_end = tl.where(group < groups, end, first)
+    m_read = i_column < tl.where(group < groups, columns, 0)
     o_block = tl.cast(i_block, tl.int64)
     factor = tl.zeros([1, 128], tl.float32)
     if p_column_scale_inv is not None:
@@ -170,20 +171,18 @@ def _dequantize_kernel(
         factor = tl.load(p_block, mask=m_column, other=0)[None, :]
     elif p_tile_scale_inv is not None:
         factor += tl.load(p_tile_scale_inv + o_block * chunks + i_chunk)
-    for i in range(0, B, BR):
-        i_row = first + i + tl.arange(0, BR)
-        o_row = i_row.to(tl.int64)
-        mask = (i_row < read_end)[:, None] & m_column[None, :]
-        p_tile = p_codes + o_row[:, None] * row_stride + i_column[None, :]
-        y = tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
+    for i in range(first, end, BR):
+        # A row past the end is the last row once more, and the same bytes are written again.
+        i_row = tl.minimum(i + tl.arange(0, BR), end - 1).to(tl.int64)
+        p_tile = p_codes + (i_row * row_stride)[:, None] + i_column[None, :]
+        y = tl.load(p_tile, mask=m_read[None, :], other=0.0).to(tl.float32)
         if p_row_scale_inv is not None:
-            p_row = p_row_scale_inv + o_row * chunks + i_chunk
-            y *= tl.load(p_row, mask=i_row < read_end, other=0)[:, None]
+            y *= tl.load(p_row_scale_inv + i_row * chunks + i_chunk)[:, None]
         else:
             y *= factor
-        p_tile = p_y + o_row[:, None] * columns + i_column[None, :]
-        y = tl.where(mask, y, 0.0).to(p_y.dtype.element_ty)
-        tl.store(p_tile, y, mask=(i_row < end)[:, None] & m_column[None, :])
+        y = tl.where(m_read[None, :], y, 0.0).to(p_y.dtype.element_ty)
+        p_tile = p_y + (i_row * columns)[:, None] + i_column[None, :]
+        tl.store(p_tile, y, mask=m_column[None, :])
 
 
 def quantize_block_rows(
