@@ -39,9 +39,13 @@ def start(
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join([SOURCES, environment.get("PYTHONPATH", "")])
     command = [sys.executable, *launcher, "backstash", "train", *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(  # pyright: ignore[reportCallIssue]
-        command, env=environment, cwd=folder, text=True, **pipes
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
