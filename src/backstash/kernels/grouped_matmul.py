@@ -1,10 +1,11 @@
 """Matrix multiplication over groups of rows on a GPU: the twins of the reference.
 
-bfloat16 goes to torch's grouped matmul, which reads the sizes of the groups on the device.  It
-leaves two things to us: the tail of its output, and the weight gradient of an empty group, are
-not written at all.  Both are zeroed by programs that end at once where there is nothing to do,
-so no byte of the valid rows is touched twice.  Other dtypes have plain kernels of their own, and
-GPUs before those with bfloat16 run the reference.
+On a Hopper GPU 16-bit floats have kernels of their own, which write every row and every gradient
+in one launch.  On later GPUs bfloat16 goes to torch's grouped matmul, which reads the sizes of
+the groups on the device.  It leaves two things to us: the tail of its output, and the weight
+gradient of an empty group, are not written at all.  Both are zeroed by programs that end at once
+where there is nothing to do, so no byte of the valid rows is touched twice.  Other dtypes have
+plain kernels, and GPUs before those with bfloat16 run the reference.
 
 Letters: T rows of the buffer, K input features, N output features, G groups.
 """
@@ -29,10 +30,18 @@ from backstash.kernels.reference.grouped_mm import (
     check_grouped_dw,
 )
 
+try:
+    from backstash.kernels.grouped_columns import multiply_columns
+    from backstash.kernels.grouped_rows import multiply_rows
+    from backstash.kernels.warpgroups import DTYPES, is_aligned, new_aligned
+except ImportError:  # Gluon is new in Triton and still changes; without it, torch multiplies.
+    DTYPES = {}
+
 # The fast matmul of torch wants every stride to be whole 16-byte units.
 _ALIGNED_BYTES = 16
 _FIRST_WITH_KERNELS = (8, 0)
 _FIRST_FOR_TORCH = (9, 0)
+_HOPPER = 9
 _ROWS = 32
 _COLUMNS = 256
 _ZEROS = 8192
@@ -148,6 +157,8 @@ def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     groups, rows = ends_G.shape[0], x_TK.shape[0]
     if not (groups and rows and dy_TN.shape[1] and x_TK.shape[1]):
         return x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])
+    if _is_for_hopper(x_TK):
+        return multiply_columns(_aligned(dy_TN), _aligned(x_TK), ends_G)
     if not _is_for_torch(x_TK):
         return grouped_plain.multiply_columns(dy_TN, x_TK, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
@@ -219,10 +230,14 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     rows, columns = a_TJ.shape[0], b_GJC.shape[2]
     if not (rows and columns and b_GJC.shape[0] and b_GJC.shape[1]):
         return a_TJ.new_zeros(rows, columns)
+    is_rows = b_GJC.stride(1) == 1
+    if _is_for_hopper(a_TJ):
+        b_GJC = _aligned(b_GJC.mT).mT if is_rows else _aligned(b_GJC)
+        return multiply_rows(_aligned(a_TJ), b_GJC, ends_G)
     if not _is_for_torch(a_TJ):
         return grouped_plain.multiply_rows(a_TJ, b_GJC, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
-    b_GJC = _pad(b_GJC.mT).mT if b_GJC.stride(1) == 1 else _pad(b_GJC)
+    b_GJC = _pad(b_GJC.mT).mT if is_rows else _pad(b_GJC)
     out_TC = F.grouped_mm(_pad(a_TJ), b_GJC, offs=ends_G)
     zero_tail_(out_TC, ends_G)
     return out_TC[:, :columns]
@@ -240,11 +255,21 @@ def _has_kernels(x: Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_KERNELS
 
 
+def _is_for_hopper(x: Tensor) -> bool:
+    """Say if the kernels for Hopper multiply groups of this tensor."""
+    return x.dtype in DTYPES and torch.cuda.get_device_capability(x.device)[0] == _HOPPER
+
+
 def _is_for_torch(x: Tensor) -> bool:
     """Say if torch multiplies groups of this tensor without reading their sizes."""
     if x.dtype is not torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(x.device) >= _FIRST_FOR_TORCH
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` as it is where the copy engine can read it, else a copy that it can."""
+    return x if is_aligned(x) else new_aligned(x.shape, x).copy_(x)
 
 
 def _pad(x: Tensor) -> Tensor:
