@@ -28,7 +28,13 @@ from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 
 # (T, K, N, G)
-SIZES = ((262144, 2048, 1536, 128), (262144, 768, 2048, 128), (32768, 7168, 2048, 64))
+SIZES = (
+    (262144, 2048, 1536, 128),
+    (262144, 768, 2048, 128),
+    (32768, 2048, 1536, 128),
+    (32768, 768, 2048, 128),
+    (32768, 7168, 2048, 128),
+)
 TARGETS = {"balanced": 0.97, "skewed": 1.1}
 CONCENTRATION = 0.3
 # What is compared beside bfloat16, by the name it has in the table.
