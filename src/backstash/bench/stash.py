@@ -1,7 +1,6 @@
 """Into pages and back beside a copy: ``backstash bench stash``, on a GPU.
 
-The yardstick is a copy from the device to itself of the bytes that are valid, the fastest of
-that length and of three that are a little longer, timed in turns;
+The yardstick is a copy from the device to itself of the bytes that are valid, timed in turns;
 for what spills it is a copy to pinned host memory, and for what is compressed one that moves as
 many bytes.  What comes back is compared first, bit for bit.  Buffers are random and twice as
 large as what is valid in them.
@@ -21,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backstash import kernels
+from backstash.bench.cast import copied
 from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
@@ -204,34 +204,15 @@ def measure(repeats: int) -> list[StashRow]:
 
 def _copies(work: Work, pages: Pages) -> tuple[Callable[[], object], Callable[[], object]]:
     """The yardsticks: as many bytes from the device to itself, or to the host and back."""
-    count = work.moved // 2 // 16 * 16
-    source = _random(count + 3 * APART, pages.table.device, 0)
     if work.kind is Kind.SPILLED:
-        target = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-        copies = [(target, source[:count])]
+        source = _random(work.moved // 2, pages.table.device, 0)
+        target = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
     else:
-        target = _random(count + 3 * APART, pages.table.device, 1)
-        # At some lengths a device copy takes half as long again as at a length next to it.
-        more = [count + i * APART for i in range(4)]
-        copies = [(target[:length], source[:length]) for length in more]
-    there, back = min(copies, key=_time_of)
+        target, source = copied(work.moved)
     return (
-        lambda: there.copy_(back, non_blocking=True),
-        lambda: back.copy_(there, non_blocking=True),
+        lambda: target.copy_(source, non_blocking=True),
+        lambda: source.copy_(target, non_blocking=True),
     )
-
-
-def _time_of(copy: tuple[Tensor, Tensor]) -> float:
-    """The shortest of some runs, in milliseconds."""
-    times = []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        copy[0].copy_(copy[1], non_blocking=True)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
 
 
 def _row(what: str, work: Work, pair: Pair, device: torch.device) -> StashRow:
