@@ -36,52 +36,6 @@ _COLUMNS, _TILE = (64, 8, 2), (128, 16, 4)
 
 
 @triton.jit
-def _cast_block(
-    p_x,
-    p_row_codes,
-    p_row_scale_inv,
-    p_codes,
-    first,
-    end,
-    i_chunk,
-    columns,
-    row_stride,
-    largest,
-    epsilon,
-    value_for_inf,
-    exact,
-    R: tl.constexpr,
-    BK: tl.constexpr,
-    V: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Codes of a block of at most R rows; the inverse scale of each column, or of the tile."""
-    # A thread gets V columns side by side, and many rows of each.
-    i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
-    m_column = i_column < columns
-    # A row past the end is the last row once more: it changes no maximum, and no byte.
-    i_row = tl.minimum(first + tl.arange(0, R), end - 1).to(tl.int64)
-    p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
-    x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
-    magnitude = tl.abs(x)
-    # The maximum with a NaN is the other operand: a NaN does not count.
-    amax = tl.maximum(tl.max(magnitude, 0), 0.0)
-    if TILE:
-        amax = tl.max(amax, 0, keep_dims=True)
-    scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
-    o_tile = (i_row * columns)[:, None] + i_column[None, :]
-    codes = (x * scale[None, :]).to(p_codes.dtype.element_ty)
-    tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
-    if p_row_codes is not None:
-        amax = tl.maximum(tl.max(magnitude, 1), 0.0)
-        row_scale, row_inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
-        codes = (x * row_scale[:, None]).to(p_codes.dtype.element_ty)
-        tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
-        tl.store(p_row_scale_inv + i_row * tl.cdiv(columns, BK) + i_chunk, row_inverse)
-    return inverse
-
-
-@triton.jit
 def _quantize_blocks_kernel(
     p_x,
     p_row_codes,
@@ -109,35 +63,40 @@ def _quantize_blocks_kernel(
     chunks = tl.cdiv(columns, BK)
     i_block = tl.program_id(0) // chunks
     i_chunk = tl.program_id(0) % chunks
+    # A thread gets V columns side by side, and many rows of each.
+    i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
+    m_column = i_column < columns
     first, end, group = locate_block(p_table, rows, i_block, B)
-    TILE: tl.constexpr = p_tile_scale_inv is not None  # pyright: ignore
-    SCALES: tl.constexpr = 1 if TILE else BK  # pyright: ignore
+    # A tile has one scale, a line down a column has its own.
+    SCALES: tl.constexpr = BK if p_tile_scale_inv is None else 1  # pyright: ignore
     inverse = tl.zeros([SCALES], tl.float32)
-    # A block that no group needs reads nothing; its scales are written as zeros.  Groups are
-    # often small, and a block of few rows does not take the time of a whole one.
+    # A block that no group needs reads nothing; its scales are written as zeros.
     if group < groups:
-        if end - first <= B // 4:
-            inverse = _cast_block(
-                p_x, p_row_codes, p_row_scale_inv, p_codes, first, end, i_chunk, columns,
-                row_stride, largest, epsilon, value_for_inf, exact, B // 4, BK, V, TILE,
-            )  # fmt: skip
-        elif end - first <= B // 2:
-            inverse = _cast_block(
-                p_x, p_row_codes, p_row_scale_inv, p_codes, first, end, i_chunk, columns,
-                row_stride, largest, epsilon, value_for_inf, exact, B // 2, BK, V, TILE,
-            )  # fmt: skip
-        else:
-            inverse = _cast_block(
-                p_x, p_row_codes, p_row_scale_inv, p_codes, first, end, i_chunk, columns,
-                row_stride, largest, epsilon, value_for_inf, exact, B, BK, V, TILE,
-            )  # fmt: skip
+        # A row past the end is the last row once more: it changes no maximum, and no byte.
+        i_row = tl.minimum(first + tl.arange(0, B), end - 1).to(tl.int64)
+        p_tile = p_x + (i_row * row_stride)[:, None] + i_column[None, :]
+        x = tl.load(p_tile, mask=m_column[None, :], other=0).to(tl.float32)
+        magnitude = tl.abs(x)
+        # The maximum with a NaN is the other operand: a NaN does not count.
+        amax = tl.maximum(tl.max(magnitude, 0), 0.0)
+        if p_tile_scale_inv is not None:
+            amax = tl.max(amax, 0, keep_dims=True)
+        scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
+        o_tile = (i_row * columns)[:, None] + i_column[None, :]
+        codes = (x * scale[None, :]).to(p_codes.dtype.element_ty)
+        tl.store(p_codes + o_tile, codes, mask=m_column[None, :])
+        if p_row_codes is not None:
+            amax = tl.maximum(tl.max(magnitude, 1), 0.0)
+            row_scale, row_inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
+            codes = (x * row_scale[:, None]).to(p_codes.dtype.element_ty)
+            tl.store(p_row_codes + o_tile, codes, mask=m_column[None, :])
+            p_row = p_row_scale_inv + i_row * chunks + i_chunk
+            tl.store(p_row, row_inverse)
     o_block = tl.cast(i_block, tl.int64)
-    if TILE:
+    if p_tile_scale_inv is not None:
         tl.store(p_tile_scale_inv + o_block * chunks + i_chunk + tl.arange(0, 1), inverse)
     else:
-        i_column = i_chunk * BK + tl.arange(0, BK)
-        p_scale_inv = p_column_scale_inv + o_block * columns + i_column
-        tl.store(p_scale_inv, inverse, mask=i_column < columns)
+        tl.store(p_column_scale_inv + o_block * columns + i_column, inverse, mask=m_column)
 
 
 @triton.jit
