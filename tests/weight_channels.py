@@ -16,11 +16,11 @@ def gathered(way: Travel, full: Tensor, layout: Layout, ranks: int) -> Any:
     """The whole weight as it arrives when each rank has packed its shard."""
 
     shards = [layout.shard(full, rank).clone() for rank in range(ranks)]
-    answer = ()
+    amax = None
     if way.question is not None:
         asked = [way.question.ask(shard, layout, rank) for rank, shard in enumerate(shards)]
-        answer = way.settle(torch.stack(asked).amax(0))
-    sent = [way.pack(shard, layout, rank, answer) for rank, shard in enumerate(shards)]
+        amax = torch.stack(asked).amax(0)
+    sent = [way.pack(shard, layout, rank, amax) for rank, shard in enumerate(shards)]
     arrived = []
     for name, parcel in sent[0].parcels.items():
         rows = [s.parcels[name].rows for s in sent]

@@ -20,17 +20,13 @@ from backstash.formats import Usage
 from backstash.weights.channel import Channel
 from backstash.weights.states import State
 from backstash.weights.transfer import Gather, Member, Reduction, send_gathers, send_reductions
-from backstash.weights.travel import Travel
+from backstash.weights.travel import Question
 
 # Transfers that are known longer than they last; to look through them costs more.
 _FINISHED = 8
 
-#: Which of a bundle's weights, and for which direction if one answer does not serve both.
-Asked = tuple[int, Usage | None]
-#: What all ranks settled.
-Answer = tuple[Tensor, ...]
-# Pieces of an answer begin where kernels like pointers to begin.
-_ALIGN = 4
+#: Which of a bundle's weights, and what about it.
+Asked = tuple[int, Question | None]
 
 
 class Bundle:
@@ -40,8 +36,7 @@ class Bundle:
         index: Its place among all bundles of the model.
         members: Its weights, leader first.
         channel: What it moves over.
-        rank: This one.
-        asking: For each usage, the members of which the ranks must know something first.
+        asking: The usages for which the ranks must know something of each other's shards.
 
     The parameters own their bundle, and the bundle knows them weakly, so a model that is
     dropped is gone at once.
@@ -54,16 +49,8 @@ class Bundle:
         self._weights: tuple[weakref.ref[Any], ...] = ()
         self._gathers: list[Gather] = []
         self._reductions: list[Reduction] = []
-        self._answers: dict[Asked, Answer] = {}
-        self.rank = channel.rank
-        self.asking: dict[Usage, dict[int, Asked]] = {
-            usage: {
-                i: (i, member.ways[usage].asks_for)
-                for i, member in enumerate(members)
-                if member.ways[usage].question is not None
-            }
-            for usage in members[0].ways
-        }
+        self._answers: dict[Asked, Tensor] = {}
+        self.asking = {u for m in members for u, way in m.ways.items() if way.question}
 
     def attach(self, weights: Sequence[Tensor]) -> None:
         """Say which parameters hold the shards."""
@@ -97,17 +84,16 @@ class Bundle:
         kind, device = self.members[0].kind, self.weights[0].device
         return self.whole_bytes, (device, None if is_gather else kind.dtype)
 
-    def questions(self, usage: Usage) -> list[tuple[Asked, Travel, Tensor]]:
+    def questions(self, usage: Usage) -> list[tuple[Asked, Tensor]]:
         """What the ranks must tell each other before a gather, and what this one knows."""
-        missing = [i for i, asked in self.asking[usage].items() if asked not in self._answers]
-        weights = self.weights if missing else []
+        asked = [(i, member.ways[usage].question) for i, member in enumerate(self.members)]
         return [
-            (self.asking[usage][i], way, question.ask(weights[i].shard, weights[i].cut, self.rank))
-            for i in missing
-            if (question := (way := self.members[i].ways[usage]).question) is not None
+            ((i, question), question.ask(weight.shard, weight.cut, self.channel.rank))
+            for (i, question), weight in zip(asked, self.weights, strict=True)
+            if question is not None and (i, question) not in self._answers
         ]
 
-    def learn(self, answers: dict[Asked, Answer]) -> None:
+    def learn(self, answers: dict[Asked, Tensor]) -> None:
         """Take answers in, which hold until they are forgotten."""
         self._answers |= answers
 
@@ -124,14 +110,11 @@ class Bundle:
     def pack(self, usage: Usage) -> Gather:
         """A gather that is ready to be sent."""
         shards = [weight.shard for weight in self.weights]
-        answers: list[Answer] = [()] * len(shards)
-        if asking := self.asking[usage]:
-            known = self._answers
-            if not all(asked in known for asked in asking.values()):
-                known = known | _ask([(self, usage)], self.channel).get(self, {})
-            for i, asked in asking.items():
-                answers[i] = known[asked]
-        gather = Gather(self.members, shards, answers, self.channel, usage)
+        amaxes: list[Tensor | None] = [None] * len(shards)
+        if usage in self.asking:
+            answers = self._answers | _ask([(self, usage)], self.channel).get(self, {})
+            amaxes = [answers.get((i, m.ways[usage].question)) for i, m in enumerate(self.members)]
+        gather = Gather(self.members, shards, amaxes, self.channel, usage)
         self._forget_finished()
         self._gathers.append(gather)
         return gather
@@ -185,20 +168,23 @@ def ask_together(uses: Iterable[tuple[Bundle, Usage]], channel: Channel) -> None
 
 def _ask(
     uses: Iterable[tuple[Bundle, Usage]], channel: Channel
-) -> dict[Bundle, dict[Asked, Answer]]:
-    """The answers of all ranks to what is not known yet: one collective for those alike."""
-    alike: dict[Any, dict[tuple[Bundle, Asked], Tensor]] = {}
-    for bundle, usage in dict.fromkeys(uses):
-        for asked, way, known in bundle.questions(usage):
-            alike.setdefault((way, known.dtype, known.device), {})[bundle, asked] = known
-    answers: dict[Bundle, dict[Asked, Answer]] = {}
-    for (way, dtype, device), found in alike.items():
-        gap = torch.zeros(_ALIGN - 1, dtype=dtype, device=device)
-        flat = [part for x in found.values() for part in (x.flatten(), gap[: -x.numel() % _ALIGN])]
-        settled = way.settle(channel.largest(torch.cat(flat)))
-        start = 0
-        for (bundle, asked), x in found.items():
-            pieces = (whole[start : start + x.numel()].view(x.shape) for whole in settled)
-            answers.setdefault(bundle, {})[asked] = tuple(pieces)
-            start += x.numel() + -x.numel() % _ALIGN
+) -> dict[Bundle, dict[Asked, Tensor]]:
+    """The answers of all ranks to what is not known yet."""
+    with torch.no_grad():
+        found = {
+            (bundle, asked): known
+            for bundle, usage in dict.fromkeys(uses)
+            if usage in bundle.asking
+            for asked, known in bundle.questions(usage)
+        }
+        alike: dict[Any, list[Any]] = {}
+        for place, known in found.items():
+            alike.setdefault((known.dtype, known.device), []).append(place)
+        answers: dict[Bundle, dict[Asked, Tensor]] = {}
+        for places in alike.values():
+            flat = [found[place].flatten() for place in places]
+            pieces = channel.largest(torch.cat(flat)).split([len(x) for x in flat])
+            for (bundle, asked), piece in zip(places, pieces, strict=True):
+                known = found[bundle, asked]
+                answers.setdefault(bundle, {})[asked] = piece.view(known.shape)
     return answers

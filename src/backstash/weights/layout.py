@@ -79,14 +79,6 @@ class Layout:
             cuts = (*cuts, G * N)
         return cls(shape, cuts, split)
 
-    def __hash__(self) -> int:
-        # Asked with every weight that travels, and the same each time.
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, self.cuts, self.split))
-
     @functools.cached_property
     def rows(self) -> int:
         """M, rows of the whole weight."""

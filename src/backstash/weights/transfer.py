@@ -9,7 +9,7 @@ Letters: P ranks, C rows of the longest shard, K columns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Gather:
         self,
         members: Sequence[Member],
         shards: Sequence[Tensor],
-        answers: Sequence[tuple[Tensor, ...]],
+        amaxes: Sequence[Tensor | None],
         channel: Channel,
         usage: Usage,
     ) -> None:
@@ -54,8 +54,8 @@ class Gather:
         self._versions = [shard._version for shard in shards]
         self._arrival = Arrival(NOTHING, [], [])
         self._sent = [
-            member.ways[usage].pack(shard, member.layout, channel.rank, answer)
-            for member, shard, answer in zip(members, shards, answers, strict=True)
+            member.ways[usage].pack(shard, member.layout, channel.rank, amax)
+            for member, shard, amax in zip(members, shards, amaxes, strict=True)
         ]
         # With one rank what is handed out is the shard: no memory that could be freed.
         self._is_copy = channel.size > 1
@@ -92,12 +92,8 @@ class Gather:
             mine, arrived = arrived[: len(sent.parcels)], arrived[len(sent.parcels) :]
             wholes.append(member.ways[self.usage].unpack(mine, sent, member.kind))
         if self._is_copy:
-            # What all ranks knew beforehand is no memory of this gather.
             self._storages = [
-                StorageWeakRef(buffer.untyped_storage())
-                for whole, sent in zip(wholes, self._sent, strict=True)
-                for name, buffer in _buffers(whole).items()
-                if name not in sent.known
+                StorageWeakRef(buffer.untyped_storage()) for w in wholes for buffer in _buffers(w)
             ]
         self._sent, self._shards = [], []
         return wholes
@@ -194,5 +190,5 @@ def _shard_of(rows: Tensor, layout: Layout, rank: int) -> Tensor:
     return rows if rows.shape == shape else rows[: layout.counts[rank]].view(shape)
 
 
-def _buffers(whole: Tensor) -> Mapping[str, Tensor]:
-    return whole.buffers if isinstance(whole, QuantizedTensor) else {"": whole}
+def _buffers(whole: Tensor) -> list[Tensor]:
+    return list(whole.buffers.values()) if isinstance(whole, QuantizedTensor) else [whole]

@@ -31,7 +31,6 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import RecipeError
 from backstash.formats import (
-    BufferSpec,
     Float8Block,
     Float8Current,
     Float8Rowwise,
@@ -140,27 +139,13 @@ class Travel:
             return Question.OF_ROTATED_COLUMNS if format.row_scaled else Question.OF_ROTATED
         return Question.OF_COLUMNS if format.row_scaled else Question.OF_ALL
 
-    @property
-    def asks_for(self) -> Usage | None:
-        """Equal for directions that one answer serves."""
-        return None if self.format.serves_both else self.usage
-
-    def settle(self, amax: Tensor) -> tuple[Tensor, ...]:
-        """What packing needs of the magnitudes of all ranks, of which any number may be given."""
-        format = self.format
-        if not isinstance(format, Float8Current):
-            return (amax,)
-        options = {"power_of_two": format.power_of_two, "epsilon": format.epsilon}
-        scale = kernels.scale_from_amax(amax, largest=format.code.largest, **options)
-        return scale, torch.ones_like(scale) / scale
-
-    def pack(self, shard: Tensor, layout: Layout, rank: int, answer: tuple[Tensor, ...]) -> Sent:
-        """What this rank sends; ``answer`` is what all ranks settled, if they were asked."""
+    def pack(self, shard: Tensor, layout: Layout, rank: int, amax: Tensor | None) -> Sent:
+        """What this rank sends; ``amax`` is the answer of all ranks to the question."""
         x_MK = as_matrix(shard, layout.counts[rank], layout.columns)
         if isinstance(self.format, HighPrecisionFormat):
             return Sent({"values": Parcel(x_MK, layout.counts)}, {})
         ends_G = layout.shard_ends(rank, shard.device)
-        buffers = _encode(self, x_MK, ends_G, answer)
+        buffers = _encode(self, x_MK, ends_G, amax)
         parcels, known = {}, {}
         for name, buffer in buffers.items():
             counts = _counts(self.format, name, layout)
@@ -176,7 +161,9 @@ class Travel:
         if isinstance(self.format, HighPrecisionFormat):
             return arrived[0] if arrived[0].shape == layout.shape else arrived[0].view(layout.shape)
         parts = dict(zip(sent.parcels, arrived, strict=True)) | sent.known
-        specs = _specs(self.format, self.usage, weight)
+        specs = self.format.buffers(
+            layout.rows, layout.columns, weight.dtype, self.usage, layout.groups
+        )
         if isinstance(self.format, NVFP4Format) and "column_codes" in parts:
             codes = _turned(parts["column_codes"], layout, self.format.row_multiple)
             parts["column_codes"] = codes
@@ -189,13 +176,6 @@ class Travel:
             dtype=weight.dtype,
             ends_G=layout.ends(arrived[0].device),
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _specs(format: Format, usage: Usage, weight: WeightKind) -> dict[str, BufferSpec]:
-    """The buffers of the whole weight."""
-    layout = weight.layout
-    return format.buffers(layout.rows, layout.columns, weight.dtype, usage, layout.groups)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,18 +193,16 @@ def _counts(format: Format, buffer: str, layout: Layout) -> tuple[int, ...] | No
 
 
 def _encode(
-    way: Travel, x_MK: Tensor, ends_G: Tensor | None, answer: tuple[Tensor, ...]
+    way: Travel, x_MK: Tensor, ends_G: Tensor | None, amax: Tensor | None
 ) -> dict[str, Tensor]:
-    """A shard as the format encodes the whole, with what is known of all ranks."""
+    """A shard as the format encodes the whole, with the magnitudes of all ranks."""
     format, usage = way.format, way.usage
-    if answer and isinstance(format, Float8Current):
-        scale, inverse = answer
-        codes = kernels.quantize_scaled(x_MK, scale, format.code.dtype, ends_G)
-        return {"codes": codes, "scale_inv": inverse}
-    if answer and isinstance(format, Float8Rowwise):
-        return _with_witnesses(format, x_MK, usage, ends_G, *answer)
-    if answer and isinstance(format, NVFP4Format):
-        return _encode_nvfp4(format, x_MK, usage, ends_G, *answer)
+    if isinstance(format, Float8Current) and amax is not None:
+        return _encode_float8(format, x_MK, ends_G, amax)
+    if isinstance(format, Float8Rowwise) and amax is not None:
+        return _with_witnesses(format, x_MK, usage, ends_G, amax)
+    if isinstance(format, NVFP4Format) and amax is not None:
+        return _encode_nvfp4(format, x_MK, usage, ends_G, amax)
     if len(x_MK):
         return format.encode(x_MK, usage, ends_G, None)
     groups = None if ends_G is None else len(ends_G)
@@ -257,6 +235,15 @@ def _with_witnesses(
         name: buffer[place_M] if len(buffer) == rows + groups and "codes" in name else buffer
         for name, buffer in buffers.items()
     }
+
+
+def _encode_float8(
+    format: Float8Current, x_MK: Tensor, ends_G: Tensor | None, amax: Tensor
+) -> dict[str, Tensor]:
+    options = {"power_of_two": format.power_of_two, "epsilon": format.epsilon}
+    scale = kernels.scale_from_amax(amax, largest=format.code.largest, **options)
+    codes = kernels.quantize_scaled(x_MK, scale, format.code.dtype, ends_G)
+    return {"codes": codes, "scale_inv": torch.ones_like(scale) / scale}
 
 
 def _encode_nvfp4(
