@@ -61,7 +61,7 @@ def test_halves_are_multiplied_too(counts, dtype):
 @by_device
 def test_strided_rows_are_read_where_they_lie(device):
     plain = importlib.import_module("backstash.kernels.grouped_plain")
-    x, dy, w, ends, _ = (v.to(device) if torch.is_tensor(v) else v for v in make([9, 40], 17, 5))
+    x, dy, w, ends = (value.to(device) for value in make([9, 40], 17, 5)[:4])
     wide = torch.randn(x.shape[0], 2, 17, device=device)
     wide[:, 1] = x
     for rows in (wide[:, 1], x.t().contiguous().t()):

@@ -117,8 +117,11 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
         T,
         J,
         C,
-        *a_TJ.stride(),
-        *b_GJC.stride(),
+        a_TJ.stride(0),
+        a_TJ.stride(1),
+        b_GJC.stride(0),
+        b_GJC.stride(1),
+        b_GJC.stride(2),
         **_tile(a_TJ),
     )
     return y_TC
@@ -136,8 +139,10 @@ def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
         groups_by_size(ends_G, T),
         N,
         K,
-        *dy_TN.stride(),
-        *x_TK.stride(),
+        dy_TN.stride(0),
+        dy_TN.stride(1),
+        x_TK.stride(0),
+        x_TK.stride(1),
         **_tile(x_TK),
     )
     return dw_GNK
