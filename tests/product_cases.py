@@ -34,9 +34,11 @@ class Operands:
         x, w, dy, w_columns, dy_columns, x_columns = self.quantized
         dtype = self.x.dtype
         return (
-            product.output(x, w, self.bias, dtype, self.ends_G),
-            product.input_gradient(dy, w_columns, dtype, self.ends_G),
-            product.weight_gradient(dy_columns, x_columns, dtype, self.ends_G),
+            product.output(x, w, self.bias, dtype, self.ends_G, decode_in_matmul=True),
+            product.input_gradient(dy, w_columns, dtype, self.ends_G, decode_in_matmul=True),
+            product.weight_gradient(
+                dy_columns, x_columns, dtype, self.ends_G, decode_in_matmul=True
+            ),
         )
 
 

@@ -35,6 +35,7 @@ def matmul(**changes: Any) -> Matmul:
         groups=None,
         dtype=torch.bfloat16,
         capability=HOPPER,
+        decode_in_matmul=True,
     )
     return dataclasses.replace(fits, **changes)
 
@@ -141,6 +142,16 @@ def test_what_kernels_for_blocks_take(which: Product, changes: dict[str, Any]) -
 @pytest.mark.parametrize("which", Product)
 def test_what_kernels_for_blocks_do_not_take(which: Product, changes: dict[str, Any]) -> None:
     assert product.choose(matmul(product=which, **changes)) is Path.VALUES
+
+
+@pytest.mark.parametrize("which", Product)
+@pytest.mark.parametrize("format", [MX, bs.NVFP4], ids=name_of)
+def test_codes_without_a_unit_are_decoded_in_the_matmul_only_if_asked(
+    which: Product, format: Format
+) -> None:
+    unasked = matmul(product=which, formats=(format, format), decode_in_matmul=False)
+    assert product.choose(unasked) is Path.VALUES
+    assert product.choose(dataclasses.replace(unasked, formats=(BLOCK, BLOCK))) is Path.BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -262,3 +273,21 @@ def test_an_operand_names_the_format_of_its_direction(monkeypatch: pytest.Monkey
     assert {(one.sizes, one.groups, one.capability) for one in asked} == {
         ((ops.x.shape[0], ops.x.shape[1], ops.dy.shape[1]), len(COUNTS), None)
     }
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_layer_hands_the_recipes_wish_to_its_products(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes: list[bool] = []
+    choose = product.choose
+
+    def noting(case: Matmul) -> Path:
+        wishes.append(case.decode_in_matmul)
+        return choose(case)
+
+    monkeypatch.setattr(product, "choose", noting)
+    layer, x = bs.Linear(64, 32), torch.randn(64, 64, requires_grad=True)
+    with bs.autocast(recipe=bs.recipe("mxfp8", decode_in_matmul=asked)):
+        layer(x).sum().backward()
+    assert wishes == [asked] * 3

@@ -108,6 +108,14 @@ def test_an_override_that_means_nothing_is_refused(wrong):
         bs.recipe("mxfp8", backward_override=wrong)
 
 
+def test_decoding_in_the_matmul_is_asked_for():
+    assert bs.recipe("mxfp8").decode_in_matmul is False
+    assert bs.recipe("mxfp8", decode_in_matmul=True).decode_in_matmul is True
+    assert bs.custom(lambda role: MXFP8, decode_in_matmul=True).decode_in_matmul is True
+    with pytest.raises(bs.RecipeError, match=r"decode_in_matmul must be True or False, got 1"):
+        bs.recipe("mxfp8", decode_in_matmul=1)
+
+
 def test_a_custom_recipe_can_have_an_override():
     recipe = bs.custom(lambda role: MXFP8, backward_override="high_precision")
     assert recipe.format(Role(Operand.INPUT, Phase.BACKWARD, "Linear")) is bs.HIGH_PRECISION

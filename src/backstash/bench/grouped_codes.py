@@ -44,13 +44,13 @@ def works(size: tuple[int, int, int, int], ends_G: Tensor) -> Iterator[Work]:
     rows, columns = Usage.ROWWISE, Usage.COLUMNWISE
 
     def forward(x: Tensor, w: Tensor) -> Tensor:
-        return product.output(x, w, None, torch.bfloat16, ends_G)
+        return product.output(x, w, None, torch.bfloat16, ends_G, decode_in_matmul=True)
 
     def dx(dy: Tensor, w: Tensor) -> Tensor:
-        return product.input_gradient(dy, w, torch.bfloat16, ends_G)
+        return product.input_gradient(dy, w, torch.bfloat16, ends_G, decode_in_matmul=True)
 
     def dw(dy: Tensor, x: Tensor) -> Tensor:
-        return product.weight_gradient(dy, x, torch.bfloat16, ends_G)
+        return product.weight_gradient(dy, x, torch.bfloat16, ends_G, decode_in_matmul=True)
 
     for name, (of_rows, of_weights) in FORMATS.items():
 

@@ -173,7 +173,6 @@ unpermute = by_device(unpermute, "permutation")
 __all__ = [
     "ACTIVATIONS",
     "FLOAT8_BLOCK",
-    "Into",
     "FLOAT8_UNIT",
     "MOST_BUFFERS",
     "MX_BLOCK",
@@ -183,6 +182,7 @@ __all__ = [
     "RECEIPT_PENDING",
     "Blocks",
     "Codes",
+    "Into",
     "PoolState",
     "Scaled",
     "Turned",

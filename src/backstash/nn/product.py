@@ -49,8 +49,9 @@ class Path(enum.Enum):
     VALUES = "emulated: decoded to values, then a matmul in the layer's dtype"
     #: Codes go to the unit as they are, and scales are multiplied onto the finished sum.
     FLOAT8 = "native: float8 matrix units, by torch's scaled_mm or our float8_grouped_mm"
-    #: Our kernels for scales inside the sum: codes are decoded as they are loaded.
-    BLOCKS = "native: our quantized_mm, which decodes codes as it loads them"
+    #: Our kernels for scales inside the sum.  Codes of blocks of 128 go to the unit; those of
+    #: MXFP8 and NVFP4 are decoded as they are loaded.
+    BLOCKS = "native: our quantized_mm, which reads codes and scales as they are kept"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class Matmul:
         groups: How many groups the rows are in; None for one weight.
         dtype: Of the result.
         capability: The GPU's compute capability; None on a CPU.
+        decode_in_matmul: As in :class:`~backstash.recipes.Recipe`.
     """
 
     product: Product
@@ -73,6 +75,7 @@ class Matmul:
     groups: int | None
     dtype: torch.dtype
     capability: tuple[int, int] | None
+    decode_in_matmul: bool = False
 
 
 # The first capabilities with float8 units, and for which torch takes a scale for each row.
@@ -110,10 +113,14 @@ def _block_kernel_fits(matmul: Matmul) -> bool:
     one, other = matmul.formats
     if matmul.capability is None or matmul.capability < _UNITS or matmul.dtype not in _DTYPES:
         return False
-    for format in (Float8Block, MXFP8Format):
-        if isinstance(one, format) and isinstance(other, format):
-            # The kernels have lines on the left, along what the sum runs over.
-            return not one.two_d
+    if isinstance(one, Float8Block) and isinstance(other, Float8Block):
+        # The kernels have lines on the left, along what the sum runs over.
+        return not one.two_d
+    if not matmul.decode_in_matmul:
+        # Decoding to memory first is faster: the matmul then reads its operands by bulk copies.
+        return False
+    if isinstance(one, MXFP8Format) and isinstance(other, MXFP8Format):
+        return not one.two_d
     if not (isinstance(one, NVFP4Format) and isinstance(other, NVFP4Format)) or one.two_d:
         return False
     if matmul.product is Product.WEIGHT_GRADIENT:
@@ -141,6 +148,7 @@ def paths(
                 groups=_ANY_GROUPS if is_grouped else None,
                 dtype=torch.bfloat16,
                 capability=capability,
+                decode_in_matmul=recipe.decode_in_matmul,
             )
         )
     return found
@@ -151,14 +159,21 @@ _ANY_SIZES, _ANY_GROUPS = (4096, 4096, 4096), 8
 
 
 def output(
-    x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, ends_G: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    ends_G: Tensor | None,
+    *,
+    decode_in_matmul: bool = False,
 ) -> Tensor:
     """``x w^T + bias`` ``(T, N)``, from rows ``(T, K)`` and a weight ``(N, K)`` or ``(G, N, K)``.
 
     With groups each row meets its own group's weight and bias, and the tail is zeros.
     """
     sizes = x.shape[0], x.shape[1], w.shape[-2]
-    path = _path(Product.OUTPUT, (x, w), sizes, dtype, ends_G)
+    matmul = _matmul(Product.OUTPUT, (x, w), sizes, dtype, ends_G)
+    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
     if path is Path.BLOCKS:
         both = operands.blocks(x, Usage.ROWWISE), operands.blocks(w, Usage.ROWWISE)
         y_TN = kernels.quantized_mm(*both, ends_G, dtype)
@@ -178,11 +193,17 @@ def output(
 
 
 def input_gradient(
-    dy: Tensor, w: Tensor | Columns, dtype: torch.dtype, ends_G: Tensor | None
+    dy: Tensor,
+    w: Tensor | Columns,
+    dtype: torch.dtype,
+    ends_G: Tensor | None,
+    *,
+    decode_in_matmul: bool = False,
 ) -> Tensor:
     """``dy w`` as ``(T, K)``, from rows ``(T, N)`` and a weight ``(N, K)`` or ``(G, N, K)``."""
     sizes = dy.shape[0], w.shape[-1], w.shape[-2]
-    path = _path(Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G)
+    matmul = _matmul(Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G)
+    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
     if path is Path.VALUES:
         dy, w = values(dy, dtype), values(w, dtype)
         return dy @ w if ends_G is None else kernels.grouped_mm_dx(dy, w, ends_G)
@@ -197,11 +218,17 @@ def input_gradient(
 
 
 def weight_gradient(
-    dy: Tensor | Columns, x: Tensor | Columns, dtype: torch.dtype, ends_G: Tensor | None
+    dy: Tensor | Columns,
+    x: Tensor | Columns,
+    dtype: torch.dtype,
+    ends_G: Tensor | None,
+    *,
+    decode_in_matmul: bool = False,
 ) -> Tensor:
     """``dy^T x`` as ``(N, K)``, or as ``(G, N, K)`` of each group's rows; zeros for no rows."""
     sizes = dy.shape[0], x.shape[1], dy.shape[1]
-    path = _path(Product.WEIGHT_GRADIENT, (dy, x), sizes, dtype, ends_G)
+    matmul = _matmul(Product.WEIGHT_GRADIENT, (dy, x), sizes, dtype, ends_G)
+    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
     if path is Path.VALUES:
         dy, x = values(dy, dtype), values(x, dtype)
         return dy.t() @ x if ends_G is None else kernels.grouped_mm_dw(dy, x, ends_G)
@@ -244,27 +271,24 @@ def values(operand: Tensor | Columns, dtype: torch.dtype) -> Tensor:
     return plain if plain.dtype == dtype else plain.to(dtype)
 
 
-def _path(
+def _matmul(
     product: Product,
     both: tuple[Tensor | Columns, Tensor | Columns],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     ends_G: Tensor | None,
-) -> Path:
+) -> Matmul:
     one, other = (
         _format_along(operand, usage)
         for operand, (_, usage) in zip(both, product.value, strict=True)
     )
-    device = both[0].device
-    return choose(
-        Matmul(
-            product=product,
-            formats=(one, other),
-            sizes=sizes,
-            groups=None if ends_G is None else len(ends_G),
-            dtype=dtype,
-            capability=_capability(device),
-        )
+    return Matmul(
+        product=product,
+        formats=(one, other),
+        sizes=sizes,
+        groups=None if ends_G is None else len(ends_G),
+        dtype=dtype,
+        capability=_capability(both[0].device),
     )
 
 

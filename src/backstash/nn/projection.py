@@ -79,7 +79,9 @@ class Projection:
         _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
         w_rows = self._weight(self.call.rows, full)
         bias = None if bias is None else bias.to(self.dtype)
-        return product.output(x_rows, w_rows, bias, self.dtype, ends_G)
+        return product.output(
+            x_rows, w_rows, bias, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+        )
 
     def backward(
         self,
@@ -100,16 +102,24 @@ class Projection:
         dx = None
         if dy_rows is not None and full is not None:
             w_columns = self._weight(self.call.columns, full)
-            dx = product.input_gradient(dy_rows, w_columns, self.dtype, ends_G)
+            dx = product.input_gradient(
+                dy_rows, w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+            )
             del w_columns
         del dy_rows, full
         if dy_columns is None:
             return Gradients(dx, None, dbias)
 
         def weight_gradient() -> Tensor:
-            return product.weight_gradient(dy_columns, read_x(), self.dtype, ends_G)
+            return product.weight_gradient(
+                dy_columns, read_x(), self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+            )
 
         return Gradients(dx, self.weight_gradient.give(weight, weight_gradient), dbias)
+
+    @property
+    def _decode_in_matmul(self) -> bool:
+        return self.call.recipe.decode_in_matmul
 
     def _gradient_operands(
         self, dy_TN: Tensor, full: Tensor | None, needs: Needs, ends_G: Tensor | None

@@ -219,7 +219,7 @@ def custom(function: Callable[[Role], Format], *, name: str = "custom", **option
         raise RecipeError(
             f"custom needs a function of a Role that gives a format, got {function!r}"
         )
-    known = ("keep_high_precision", "backward_override")
+    known = ("keep_high_precision", "backward_override", "decode_in_matmul")
     if set(options) - set(known):
         raise RecipeError(f"custom has the options {list(known)}, got {sorted(options)}")
     return Recipe(name=name, choose=function, **options)

@@ -79,6 +79,8 @@ class Recipe:
         keep_high_precision: Patterns of module names (``fnmatch``) that stay as they are.
         backward_override: What backward reads instead; a :class:`BackwardOverride` or its
             value.  Either way its matmuls are in high precision.
+        decode_in_matmul: Where no matrix unit multiplies MXFP8 or NVFP4, decode them inside the
+            matmul: no decoded copy of an operand reaches memory, and the matmul is slower.
         choose: Asked instead of the formats, with the role; see :func:`custom`.
 
     Raises:
@@ -92,6 +94,7 @@ class Recipe:
     preactivation: Format = HIGH_PRECISION
     keep_high_precision: tuple[str, ...] = ()
     backward_override: BackwardOverride | str | None = None
+    decode_in_matmul: bool = False
     choose: Callable[[Role], Format] | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +111,10 @@ class Recipe:
             )
         object.__setattr__(self, "keep_high_precision", tuple(patterns))
         object.__setattr__(self, "backward_override", _as_override(self.backward_override))
+        if not isinstance(self.decode_in_matmul, bool):
+            raise RecipeError(
+                f"decode_in_matmul must be True or False, got {self.decode_in_matmul!r}"
+            )
         if self.choose is None:
             self.check_products()
 
