@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from backstash import kernels
@@ -63,3 +66,22 @@ def test_each_operation_is_bound_under_its_own_name_to_a_file_that_has_it():
         path = package / file.value
         source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         assert re.search(rf"\b{name}\b", source), f"{file.value} has no {name}"
+
+
+WITHOUT_GLUON = """
+import sys
+import triton
+
+for name in [name for name in sys.modules if name.startswith("triton.experimental.gluon")]:
+    del sys.modules[name]
+sys.modules["triton.experimental.gluon"] = None  # to import it is an error
+from backstash.kernels import grouped_matmul, quantized_matmul
+print(len(grouped_matmul.DTYPES), quantized_matmul._HAS_GLUON)
+"""
+
+
+def test_twins_can_be_imported_where_triton_has_no_gluon():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", WITHOUT_GLUON]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0", "False"], done.stderr

@@ -33,6 +33,20 @@ def test_the_interpreted_kernels_pass_these_tests() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("capability", "is_for_torch"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
+)
+def test_torch_multiplies_only_where_it_leaves_the_sizes_on_the_device(
+    capability, is_for_torch, monkeypatch
+):
+    pytest.importorskip("triton")
+    grouped = importlib.import_module("backstash.kernels.grouped_matmul")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert grouped._is_for_torch(torch.zeros(1, dtype=torch.bfloat16)) is is_for_torch
+    assert not grouped._is_for_torch(torch.zeros(1, dtype=torch.float16))
+
+
 def check(counts, k, n, dtype, device):
     plain = importlib.import_module("backstash.kernels.grouped_plain")
     x, dy, w, ends, groups = make(counts, k, n, dtype=dtype)

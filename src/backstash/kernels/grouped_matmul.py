@@ -1,11 +1,12 @@
 """Matrix multiplication over groups of rows on a GPU: the twins of the reference.
 
 On a Hopper GPU 16-bit floats have kernels of their own, which write every row and every gradient
-in one launch.  On later GPUs bfloat16 goes to torch's grouped matmul, which reads the sizes of
-the groups on the device.  It leaves two things to us: the tail of its output, and the weight
-gradient of an empty group, are not written at all.  Both are zeroed by programs that end at once
-where there is nothing to do, so no byte of the valid rows is touched twice.  Other dtypes have
-plain kernels, and GPUs before those with bfloat16 run the reference.
+in one launch.  On a Blackwell GPU of the first kind (10.x) bfloat16 goes to torch's grouped matmul,
+which reads the sizes of the groups on the device there; on others it copies them to the host.  It
+leaves two things to us: the tail of its output, and the weight gradient of an empty group, are not
+written at all.  Both are zeroed by programs that end at once where there is nothing to do, so no
+byte of the valid rows is touched twice.  All else has plain kernels, and GPUs before those with
+bfloat16 run the reference.
 
 Letters: T rows of the buffer, K input features, N output features, G groups.
 """
@@ -34,13 +35,15 @@ try:
     from backstash.kernels.grouped_columns import multiply_columns
     from backstash.kernels.grouped_rows import multiply_rows
     from backstash.kernels.warpgroups import DTYPES, is_aligned, new_aligned
-except ImportError:  # Gluon is new in Triton and still changes; without it, torch multiplies.
+except (ImportError, AttributeError):
+    # Gluon is new in Triton and still changes its names; without it, torch multiplies.
     DTYPES = {}
 
 # The fast matmul of torch wants every stride to be whole 16-byte units.
 _ALIGNED_BYTES = 16
 _FIRST_WITH_KERNELS = (8, 0)
-_FIRST_FOR_TORCH = (9, 0)
+# The generations on which torch reads the sizes of the groups on the device.
+_TORCH_MAJORS = (9, 10)
 _HOPPER = 9
 _ROWS = 32
 _COLUMNS = 256
@@ -264,7 +267,7 @@ def _is_for_torch(x: Tensor) -> bool:
     """Say if torch multiplies groups of this tensor without reading their sizes."""
     if x.dtype is not torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(x.device) >= _FIRST_FOR_TORCH
+    return torch.cuda.get_device_capability(x.device)[0] in _TORCH_MAJORS
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -22,10 +22,6 @@ from torch import Tensor
 
 from backstash.kernels.blocks import block_count, block_table, group_number
 from backstash.kernels.quantized_matmul.blocks import block_mm_kernel, turn_blocks
-from backstash.kernels.quantized_matmul.hopper import blocks_of, is_whole
-from backstash.kernels.quantized_matmul.hopper_blocks import hopper_block_kernel
-from backstash.kernels.quantized_matmul.hopper_mx import hopper_mx_kernel
-from backstash.kernels.quantized_matmul.hopper_nvfp4 import hopper_nvfp4_kernel
 from backstash.kernels.quantized_matmul.mx import mx_mm_kernel
 from backstash.kernels.quantized_matmul.nvfp4 import nvfp4_mm_kernel
 from backstash.kernels.reference import quantized_mm as reference
@@ -33,6 +29,16 @@ from backstash.kernels.reference.hadamard import hadamard_matrix
 from backstash.kernels.reference.quantized_mm import Blocks, Codes, check_dw, check_dx, check_mm
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.transposition import transpose_codes
+
+try:
+    from backstash.kernels.quantized_matmul.hopper import blocks_of, is_whole
+    from backstash.kernels.quantized_matmul.hopper_blocks import hopper_block_kernel
+    from backstash.kernels.quantized_matmul.hopper_mx import hopper_mx_kernel
+    from backstash.kernels.quantized_matmul.hopper_nvfp4 import hopper_nvfp4_kernel
+
+    _HAS_GLUON = True
+except (ImportError, AttributeError):  # Gluon is new in Triton and still changes its names.
+    _HAS_GLUON = False
 
 _ROWS = 128
 _MX_TILE = {"BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
@@ -202,8 +208,11 @@ def _has_kernel(a: Codes, b: Codes, dtype: torch.dtype) -> bool:
 
 
 def _is_hopper(a: Codes) -> bool:
+    """Whether there are kernels of Hopper's own for this GPU."""
     device = a.codes.device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    if not _HAS_GLUON or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _is_blocks(operand: Codes) -> bool:
