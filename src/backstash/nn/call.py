@@ -4,8 +4,7 @@ A call is made in forward and goes into the plan of the autograd function, so ba
 quantizes as forward did, wherever it runs.  What comes out are *operands*: a plain tensor
 where the recipe keeps high precision, else a tensor quantized along the one direction that
 the product reads.  How two operands are multiplied is decided in
-:mod:`backstash.nn.product`, and values are made from codes only where nothing multiplies
-codes.
+:mod:`backstash.nn.product`, and only there are codes decoded for a product.
 
 Letters: M rows, K columns, G groups.
 """

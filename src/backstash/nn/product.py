@@ -2,9 +2,11 @@
 
 An operand is a plain tensor, or a :class:`~backstash.tensors.QuantizedTensor` that can be read
 along the one direction its product adds up over.  :func:`choose` looks at the two formats, the
-sizes, the dtype and the device's compute capability, and at nothing else: it is a table, so a
-path is never tried to see whether it fails.  Where nothing multiplies the codes, operands are
-decoded and multiplied in the layer's dtype: the same values, without the speed.
+sizes, the dtype, the device's compute capability and what the recipe asks for, and at nothing
+else: it is a table, so a path is never tried to see whether it fails.  Where no matrix unit takes
+the codes, operands are decoded to memory and multiplied in the layer's dtype: the same values,
+without the speed.  MXFP8 and NVFP4 are decoded inside the matmul if the recipe asks for it, which
+writes no copy and takes longer.
 
 A float8 matrix unit adds up in a register of its own, of fewer bits than float32.  In forward
 the whole sum may stay there, which is fastest: an output is rounded to a layer's dtype anyway,
@@ -50,7 +52,7 @@ class Path(enum.Enum):
     #: Codes go to the unit as they are, and scales are multiplied onto the finished sum.
     FLOAT8 = "native: float8 matrix units, by torch's scaled_mm or our float8_grouped_mm"
     #: Our kernels for scales inside the sum.  Codes of blocks of 128 go to the unit; those of
-    #: MXFP8 and NVFP4 are decoded as they are loaded.
+    #: MXFP8 and NVFP4, if the recipe asks for it, are decoded as they are loaded.
     BLOCKS = "native: our quantized_mm, which reads codes and scales as they are kept"
 
 
@@ -170,6 +172,7 @@ def output(
     """``x w^T + bias`` ``(T, N)``, from rows ``(T, K)`` and a weight ``(N, K)`` or ``(G, N, K)``.
 
     With groups each row meets its own group's weight and bias, and the tail is zeros.
+    ``decode_in_matmul`` is that of the :class:`~backstash.recipes.Recipe`.
     """
     sizes = x.shape[0], x.shape[1], w.shape[-2]
     matmul = _matmul(Product.OUTPUT, (x, w), sizes, dtype, ends_G)
