@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from torch import Tensor, nn
 from twins import Stack, gradients_of, nothing_is_lent, stack_step
 
-from backstash.weights import ShardOptions, shard_weights, sharded_weights
+from backstash import FLOAT8_CURRENT
+from backstash.weights import (
+    ShardOptions,
+    materialize_weight_for_forward,
+    shard_weights,
+    sharded_weights,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +108,37 @@ def not_begun(group: Any) -> None:
 
 def test_layers_called_by_themselves_are_served_as_they_come(ranks: Ranks) -> None:
     ranks.run(not_begun)
+
+
+class Growing(nn.Module):
+    """Changes a weight after its gather for this pass has started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = (nn.Parameter(torch.randn(6, 8)) for _ in range(2))
+
+    def forward(self, factor: float) -> Tensor:
+        materialize_weight_for_forward(self.first)
+        if factor != 1:
+            self.second.mul_(factor)
+        (whole,) = materialize_weight_for_forward(self.second)
+        return whole.dequantize()
+
+
+def changed_in_a_pass(group: Any) -> None:
+    twin, model = Growing(), Growing()
+    sharding = shard_weights(model, group, gather="float8_current", filter=lambda *_: True)
+    with torch.no_grad():
+        # Passes in a row are taken to be different ones at first, each with an order to learn.
+        for factor in [1.0] * 6 + [8.0, 1.0]:
+            whole = twin.second.mul_(factor)
+            assert torch.equal(model(factor), FLOAT8_CURRENT.quantize(whole).dequantize())
+    assert sharding.surprises == 1
+
+
+def test_a_weight_that_changed_within_a_pass_is_gathered_with_its_new_scale(ranks: Ranks) -> None:
+    ranks.run(changed_in_a_pass)
 
 
 def waited_for(group: Any) -> None:

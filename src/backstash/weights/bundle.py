@@ -103,6 +103,8 @@ class Bundle:
 
     def gather(self, usage: Usage) -> Gather:
         """Start to gather; all ranks do, now."""
+        # A shard may have changed since the pass began: a surprise, so all ranks ask again.
+        self.forget()
         gather = self.pack(usage)
         send_gathers([gather], self.channel)
         return gather
