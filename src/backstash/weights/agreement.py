@@ -16,7 +16,9 @@ therefore waits there and serves all that are not so far.
 
 Two messages cannot be served.  A rank that fails says so with a number less than all others,
 and everybody raises.  And the end of a pass that others will not come to (they are in another
-pass) means that the ranks do not run the same program: everybody raises then, too.
+pass) means that the ranks do not run the same program: everybody raises then, too.  In passes of
+a known order that shows only at the end of one, or as collectives that do not fit together: those
+fail, at the latest with the timeout of the process group.
 """
 
 from __future__ import annotations

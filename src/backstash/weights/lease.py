@@ -31,11 +31,6 @@ class Leases:
     def lend(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh memory, out until the last tensor that shares it is gone."""
         tensor = torch.empty(*shape, dtype=dtype, device=device)
-        self.track(tensor)
-        return tensor
-
-    def track(self, tensor: Tensor) -> Tensor:
-        """Count memory that came from elsewhere; returns the tensor."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         self._out.append((StorageWeakRef(storage), size))

@@ -73,9 +73,7 @@ class ShardOptions:
     together_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        kinds = {"split": Split, "reduce": Reduce, "delivery": Delivery, "others": Others}
-        kinds["carrier"] = Carrier
-        for name, kind in kinds.items():
+        for name, kind in _WORDS.items():
             object.__setattr__(self, name, _one_of(kind, name, getattr(self, name)))
         dtype = self.accumulate
         if dtype is not None and not (
@@ -84,7 +82,6 @@ class ShardOptions:
             raise ConfigError(
                 f"accumulate must be torch.float32, torch.float64 or None, got {dtype!r}"
             )
-
         if not isinstance(self.together_bytes, int) or self.together_bytes < 0:
             raise ConfigError(
                 f"together_bytes is a number of bytes, zero or more, got {self.together_bytes!r}"
@@ -93,6 +90,15 @@ class ShardOptions:
     def divisor(self, ranks: int) -> int:
         """What a sum over the ranks is divided by."""
         return 1 if self.reduce is Reduce.SUM else ranks
+
+
+_WORDS: dict[str, type[enum.Enum]] = {
+    "split": Split,
+    "reduce": Reduce,
+    "delivery": Delivery,
+    "others": Others,
+    "carrier": Carrier,
+}
 
 
 def _one_of(kind: type[enum.Enum], name: str, value: Any) -> enum.Enum:

@@ -115,11 +115,13 @@ def _peer_memory(
 ) -> PeerMemory | None:
     """Room for all shards, where the other ranks can read them."""
     devices = {place.parameter.device for place in places}
-    if options.carrier is Carrier.COLLECTIVE or channel.size == 1 or len(devices) > 1:
+    if options.carrier is Carrier.COLLECTIVE or channel.size == 1:
         return None
     kinds = [member.kind for bundle in members for member in bundle]
     nbytes = sum(PeerMemory.bytes_for(kind.layout, kind.dtype.itemsize) for kind in kinds)
-    return PeerMemory.reserve(channel.group, devices.pop(), nbytes)
+    # A rank whose weights lie on several devices says so to the others, which ask it.
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return PeerMemory.reserve(channel.group, device, nbytes)
 
 
 def _replicated(module: nn.Module, places: list[_Place], options: ShardOptions) -> list[Tensor]:
