@@ -71,7 +71,6 @@ class Batch:
     Attributes:
         number: Which batch of its round it is.
         account: The pages reserved for it, None where nobody watches.
-        worst: Pages that it fills if every row is valid.
         originals: By slot; empty once the copies are done.
         packed: By slot, the dtype that its buffer was handed over in.
         shared: Slots that more than one node saved.

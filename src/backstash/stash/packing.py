@@ -38,9 +38,15 @@ def check_compression(compress: Format | None, page_bytes: int, device: torch.de
         return
     if compress != MXFP8:
         came = compress.name if isinstance(compress, Format) else repr(compress)
-        raise ConfigError(f"values are compressed to MXFP8 or not at all, got {came}")
+        raise ConfigError(
+            f"values are compressed to MXFP8 or not at all, got {came}; pass compress=MXFP8, or "
+            "leave compress out"
+        )
     if not payload_bytes(torch.bfloat16, page_bytes):
-        raise ConfigError(f"compression needs pages of 64 bytes or more, got {page_bytes}")
+        raise ConfigError(
+            f"compression needs pages of 64 bytes or more, got {page_bytes}; make the pool with a "
+            "larger page_bytes, or leave compress out"
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
         raise DeviceError(
             f"compression needs a GPU with float8, of capability 8.9 or more, got "
