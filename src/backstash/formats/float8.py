@@ -28,6 +28,7 @@ from backstash.formats.format import (
     Reading,
     Refill,
     Usage,
+    amax_of,
     check_code,
     check_epsilon,
     check_flags,
@@ -112,11 +113,7 @@ class Float8Current(_Float8):
         scale: Tensor | None,
         refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        noop = None if refill is None else refill.noop
-        if ends_G is None:
-            amax = kernels.amax(x_MK, noop=noop)
-        else:
-            amax = kernels.group_amax(x_MK, ends_G, noop=noop)
+        amax = amax_of(x_MK, ends_G, None if refill is None else refill.noop)
         if self.amax_group is not None:
             distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=self.amax_group)
         scale = kernels.scale_from_amax(

@@ -269,6 +269,13 @@ class Format(abc.ABC):
         return {"name": self.name, **{name: _plain(value) for name, value in stored.items()}}
 
 
+def amax_of(x_MK: Tensor, ends_G: Tensor | None, noop: Tensor | None = None) -> Tensor:
+    """Largest magnitude of a matrix, float32 ``(1,)``, or of each of its groups, ``(G,)``."""
+    if ends_G is None:
+        return kernels.amax(x_MK, noop=noop)
+    return kernels.group_amax(x_MK, ends_G, noop=noop)
+
+
 def whole_blocks(format: str, block: int, rows: range, of: int) -> slice:
     """Which blocks of rows these rows of a matrix of ``of`` are.
 

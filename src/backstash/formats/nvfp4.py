@@ -27,6 +27,7 @@ from backstash.formats.format import (
     Reading,
     Refill,
     Usage,
+    amax_of,
     check_flags,
     whole_blocks,
 )
@@ -116,7 +117,7 @@ class NVFP4Format(Format):
         refill: Refill | None = None,
     ) -> dict[str, Tensor]:
         if self.two_d:
-            amax = _amax(x_MK, ends_G)
+            amax = amax_of(x_MK, ends_G)
             codes, scales = kernels.quantize_nvfp4_tiles(
                 x_MK, amax, ends_G, self._seed(x_MK), four_over_six=self.four_over_six
             )
@@ -143,13 +144,13 @@ class NVFP4Format(Format):
         return row_parts | self._column_parts(columns, column_amax, len(x_MK))
 
     def _row_amax(self, x_MK: Tensor, ends_G: Tensor | None) -> Tensor:
-        return kernels.row_amax(x_MK) if self.row_scaled else _amax(x_MK, ends_G)
+        return kernels.row_amax(x_MK) if self.row_scaled else amax_of(x_MK, ends_G)
 
     def _column_amax(self, x_MK: Tensor, ends_G: Tensor | None, rotation: Tensor | None) -> Tensor:
         if rotation is not None:
             amax_GK = kernels.rotated_column_amax(x_MK, rotation, ends_G)
             return amax_GK if self.row_scaled else _largest(amax_GK)
-        return kernels.column_amax(x_MK, ends_G) if self.row_scaled else _amax(x_MK, ends_G)
+        return kernels.column_amax(x_MK, ends_G) if self.row_scaled else amax_of(x_MK, ends_G)
 
     def _row_parts(self, pair: tuple[Tensor, Tensor], amax: Tensor) -> dict[str, Tensor]:
         return {"row_codes": pair[0], "row_scales": pair[1], "row_amax": amax}
@@ -208,10 +209,6 @@ class NVFP4Format(Format):
 
     def _seed(self, x_MK: Tensor) -> Tensor | None:
         return kernels.draw_seed(x_MK.device) if self.stochastic_rounding else None
-
-
-def _amax(x_MK: Tensor, ends_G: Tensor | None) -> Tensor:
-    return kernels.amax(x_MK) if ends_G is None else kernels.group_amax(x_MK, ends_G)
 
 
 def _largest(amax_GK: Tensor) -> Tensor:

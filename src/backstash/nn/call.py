@@ -19,6 +19,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.formats import Float8Rowwise, Format, HighPrecisionFormat, Usage
+from backstash.formats.format import amax_of
 from backstash.nn.operands import Columns, columns_of, rows_and_columns
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Recipe, Role, Step
 from backstash.tensors import GroupedTensor, QuantizedTensor
@@ -169,15 +170,11 @@ class Call:
         if operand is Operand.GRADIENT and self.gradient is not None:
             scale = self.gradient.scale_G()
             if self.gradient.is_noting:
-                self.gradient.note(_amax(x, ends_G))
+                self.gradient.note(amax_of(x, ends_G))
             return scale
         if self.step is not None and self.step.is_noting_forward:
-            self.step.note_forward(self.scalings[operand], _amax(x, ends_G))
+            self.step.note_forward(self.scalings[operand], amax_of(x, ends_G))
         return self.scales[operand]
-
-
-def _amax(x: Tensor, ends_G: Tensor | None) -> Tensor:
-    return kernels.amax(x) if ends_G is None else kernels.group_amax(x, ends_G)
 
 
 def _is_plain(format: Format) -> bool:

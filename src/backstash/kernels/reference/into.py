@@ -9,6 +9,7 @@ replays the graph, need not know.
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from backstash.errors import LayoutError
 
 _FLAGS = (torch.float32, torch.int32)
+Fresh = TypeVarTuple("Fresh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,12 @@ class Into:
     noop: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not all(buffer.is_contiguous() for buffer in self.buffers):
-            raise LayoutError("buffers to quantize into must be contiguous; pass whole buffers")
+        for buffer in self.buffers:
+            if not buffer.is_contiguous():
+                raise LayoutError(
+                    f"buffers to quantize into must be contiguous, got one of shape "
+                    f"{tuple(buffer.shape)} with strides {buffer.stride()}; pass whole buffers"
+                )
         if self.noop is not None:
             check_noop(self.noop, self.buffers[0].device)
 
@@ -61,9 +67,11 @@ def noop_of(into: Into | None) -> Tensor | None:
     return None if into is None else into.noop
 
 
-def written(into: Into | None, *fresh: Tensor) -> tuple[Tensor, ...]:
-    """``fresh``, or the buffers of ``into`` with what they hold now."""
-    return fresh if into is None else into.write(*fresh)
+def written(into: Into | None, *fresh: *Fresh) -> tuple[*Fresh]:
+    """The tensors ``fresh``, or the buffers of ``into`` with what they hold now."""
+    if into is None:
+        return fresh
+    return cast("tuple[*Fresh]", into.write(*cast("tuple[Tensor, ...]", fresh)))
 
 
 def unless(noop: Tensor | None, amax: Tensor) -> Tensor:
