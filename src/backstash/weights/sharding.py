@@ -319,9 +319,10 @@ class Sharding:
 
     def _start_over(self, *, waits: bool) -> None:
         """Forget what the failed step has begun; all ranks have begun the same."""
-        with contextlib.suppress(PeerError):
-            if self._progress is not None:
+        if self._progress is not None:
+            with contextlib.suppress(PeerError):
                 self._progress.abandon(waits=waits)
+        with contextlib.suppress(PeerError):
             self._arrivals.abandon(waits=waits)
         self._replicas.put_back()
         self._close(None)
