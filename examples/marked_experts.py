@@ -49,8 +49,8 @@ def main() -> None:
     weight, index = torch.rand(512, 8).bfloat16().topk(2)
     stash = bs.Stash(bs.PagePool(16 << 20, device="cpu"), tail=bs.Tail.ZEROS)
     with bs.saving(stash):
-        kept = torch.autograd.grad(layer(x, index, weight).square().sum(), layer.parameters())
-    plain = torch.autograd.grad(layer(x, index, weight).square().sum(), layer.parameters())
+        kept = torch.autograd.grad(layer(x, index, weight).square().sum(), list(layer.parameters()))
+    plain = torch.autograd.grad(layer(x, index, weight).square().sum(), list(layer.parameters()))
     print("bit-equal:", all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True)))
     print(stash.stats())
 

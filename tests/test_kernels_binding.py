@@ -61,11 +61,15 @@ def test_each_operation_is_bound_under_its_own_name_to_a_file_that_has_it():
     for statement in ast.parse(Path(kernels.__file__).read_text()).body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
             continue
-        name, (bound, file) = statement.targets[0].id, statement.value.args[:2]
-        assert name == bound.id
-        path = package / file.value
+        name = ast.unparse(statement.targets[0])
+        bound, file = (
+            ast.unparse(statement.value.args[0]),
+            ast.literal_eval(statement.value.args[1]),
+        )
+        assert name == bound
+        path = package / file
         source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-        assert re.search(rf"\b{name}\b", source), f"{file.value} has no {name}"
+        assert re.search(rf"\b{name}\b", source), f"{file} has no {name}"
 
 
 WITHOUT_GLUON = """

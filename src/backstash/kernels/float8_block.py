@@ -186,7 +186,7 @@ def quantize_block_both(
     epsilon: float = 0.0,
     power_of_two: bool = True,
     into: Into | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Both of the above from one read of ``x_MK``; rows past the last group are unspecified."""
     if into is None:
         row_shape = len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
@@ -194,10 +194,11 @@ def quantize_block_both(
         four = _buffers(x_MK, row_shape, None) + _buffers(x_MK, column_shape, None)
     else:
         four = into.buffers
+    row_codes, row_scale_inv, codes, scale_inv = four
     scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
-    outputs = four[0].view(code_dtype), four[1], four[2].view(code_dtype), four[3], None
+    outputs = row_codes.view(code_dtype), row_scale_inv, codes.view(code_dtype), scale_inv, None
     _quantize_blocks(x_MK, outputs, ends_G, scaling, noop_of(into))
-    return four[:2], four[2:]
+    return (row_codes, row_scale_inv), (codes, scale_inv)
 
 
 def quantize_block_tiles(

@@ -105,7 +105,7 @@ def dequantize_scaled(
     return (codes_MK.view(code_dtype).float() * factor).to(dtype)
 
 
-def quantize_mx_rows(x_MK: Tensor, *, into: Into | None = None) -> tuple[Tensor, ...]:
+def quantize_mx_rows(x_MK: Tensor, *, into: Into | None = None) -> tuple[Tensor, Tensor]:
     """MXFP8 along rows: codes ``(M, K)`` and exponents ``(M, ceil(K/32))``, both bytes.
 
     A last block that is not full uses the values that exist.
@@ -124,7 +124,7 @@ def dequantize_mx_rows(codes_MK: Tensor, exponent_MC: Tensor, dtype: torch.dtype
 
 def quantize_mx_columns(
     x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """MXFP8 down columns: codes ``(M, K)`` in logical order and exponents ``(S, K)``, bytes.
 
     With ``ends_G`` the blocks start anew in every group and S is ``ceil(M/32) + G``, the
@@ -152,7 +152,7 @@ def dequantize_mx_columns(
 
 def quantize_mx_both(
     x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """:func:`quantize_mx_rows` and :func:`quantize_mx_columns` of the same values.
 
     With ``ends_G``, codes and exponents of rows past the last group are unspecified.
@@ -163,7 +163,7 @@ def quantize_mx_both(
 
 def quantize_mx_tiles(
     x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """MXFP8 in tiles of 32 by 32: codes ``(M, K)`` and exponents ``(S, ceil(K/32))``, bytes.
 
     One set of codes for both directions: the transpose has the same tiles.  S and the groups

@@ -39,7 +39,7 @@ def quantize_block_rows(
     epsilon: float = 0.0,
     power_of_two: bool = True,
     into: Into | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Blocks along rows: codes ``(M, K)`` as bytes and inverse scales ``(M, C)``."""
     amax_MC = magnitude(cut_columns(x_MK, FLOAT8_BLOCK)).amax(-1)
     scale_MC = _scale(amax_MC, x_MK.dtype, code_dtype, epsilon, power_of_two=power_of_two)
@@ -64,7 +64,7 @@ def quantize_block_columns(
     epsilon: float = 0.0,
     power_of_two: bool = True,
     into: Into | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Blocks down columns: codes ``(M, K)`` as bytes and inverse scales ``(S, K)``.
 
     Scales of blocks that no group uses are zero; codes of the tail are unspecified.
@@ -96,7 +96,7 @@ def quantize_block_both(
     epsilon: float = 0.0,
     power_of_two: bool = True,
     into: Into | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """:func:`quantize_block_rows` and :func:`quantize_block_columns` of the same values.
 
     With ``ends_G``, codes and scales of rows past the last group are unspecified.
@@ -115,7 +115,7 @@ def quantize_block_tiles(
     epsilon: float = 0.0,
     power_of_two: bool = True,
     into: Into | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Tiles: codes ``(M, K)`` as bytes and inverse scales ``(S, C)``.
 
     Scales of blocks that no group uses are zero; codes of the tail are unspecified.

@@ -29,7 +29,7 @@ def quantize_float8_rows(
     epsilon: float = 0.0,
     power_of_two: bool = False,
     into: Into | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Codes ``(M, K)`` as bytes and inverse scales ``(M, 1)``."""
     largest = torch.finfo(code_dtype).max
     scale_M1 = scale_from_amax(
@@ -54,7 +54,7 @@ def quantize_float8_columns(
     epsilon: float = 0.0,
     power_of_two: bool = False,
     into: Into | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Codes ``(M, K)`` as bytes and inverse scales ``(1, K)``, or ``(G, K)`` with groups.
 
     Codes of the tail are unspecified.
