@@ -329,7 +329,10 @@ class _Logits(torch.autograd.Function):
 
 
 def _in_matrix_unit(*values: Tensor) -> bool:
-    return all(value.is_cuda and value.dtype is torch.bfloat16 for value in values)
+    """Whether the GPU has matrix units for these values: from Ampere on, for bfloat16."""
+    if not all(value.is_cuda and value.dtype is torch.bfloat16 for value in values):
+        return False
+    return torch.cuda.get_device_capability(values[0].device) >= (8, 0)
 
 
 def _gradients_of_parts(
