@@ -43,6 +43,7 @@ def test_the_interpreted_twins_pass_these_tests() -> None:
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def count(rows: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

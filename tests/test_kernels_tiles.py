@@ -29,6 +29,7 @@ def test_the_interpreted_kernels_pass_these_tests() -> None:
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def groups_by_size(ends, rows, device):
