@@ -175,8 +175,7 @@ def output(
     ``decode_in_matmul`` is that of the :class:`~backstash.recipes.Recipe`.
     """
     sizes = x.shape[0], x.shape[1], w.shape[-2]
-    matmul = _matmul(Product.OUTPUT, (x, w), sizes, dtype, ends_G)
-    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
+    path = _path(Product.OUTPUT, (x, w), sizes, dtype, ends_G, decode_in_matmul=decode_in_matmul)
     if path is Path.BLOCKS:
         both = operands.blocks(x, Usage.ROWWISE), operands.blocks(w, Usage.ROWWISE)
         y_TN = kernels.quantized_mm(*both, ends_G, dtype)
@@ -205,8 +204,9 @@ def input_gradient(
 ) -> Tensor:
     """``dy w`` as ``(T, K)``, from rows ``(T, N)`` and a weight ``(N, K)`` or ``(G, N, K)``."""
     sizes = dy.shape[0], w.shape[-1], w.shape[-2]
-    matmul = _matmul(Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G)
-    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
+    path = _path(
+        Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G, decode_in_matmul=decode_in_matmul
+    )
     if path is Path.VALUES:
         dy, w = values(dy, dtype), values(w, dtype)
         return dy @ w if ends_G is None else kernels.grouped_mm_dx(dy, w, ends_G)
@@ -230,8 +230,9 @@ def weight_gradient(
 ) -> Tensor:
     """``dy^T x`` as ``(N, K)``, or as ``(G, N, K)`` of each group's rows; zeros for no rows."""
     sizes = dy.shape[0], x.shape[1], dy.shape[1]
-    matmul = _matmul(Product.WEIGHT_GRADIENT, (dy, x), sizes, dtype, ends_G)
-    path = choose(dataclasses.replace(matmul, decode_in_matmul=decode_in_matmul))
+    path = _path(
+        Product.WEIGHT_GRADIENT, (dy, x), sizes, dtype, ends_G, decode_in_matmul=decode_in_matmul
+    )
     if path is Path.VALUES:
         dy, x = values(dy, dtype), values(x, dtype)
         return dy.t() @ x if ends_G is None else kernels.grouped_mm_dw(dy, x, ends_G)
@@ -274,24 +275,29 @@ def values(operand: Tensor | Columns, dtype: torch.dtype) -> Tensor:
     return plain if plain.dtype == dtype else plain.to(dtype)
 
 
-def _matmul(
+def _path(
     product: Product,
     both: tuple[Tensor | Columns, Tensor | Columns],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     ends_G: Tensor | None,
-) -> Matmul:
+    *,
+    decode_in_matmul: bool,
+) -> Path:
     one, other = (
         _format_along(operand, usage)
         for operand, (_, usage) in zip(both, product.value, strict=True)
     )
-    return Matmul(
-        product=product,
-        formats=(one, other),
-        sizes=sizes,
-        groups=None if ends_G is None else len(ends_G),
-        dtype=dtype,
-        capability=_capability(both[0].device),
+    return choose(
+        Matmul(
+            product=product,
+            formats=(one, other),
+            sizes=sizes,
+            groups=None if ends_G is None else len(ends_G),
+            dtype=dtype,
+            capability=_capability(both[0].device),
+            decode_in_matmul=decode_in_matmul,
+        )
     )
 
 
