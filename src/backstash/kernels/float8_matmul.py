@@ -52,6 +52,18 @@ def start_of(p_ends, group, rows):
 
 
 @triton.jit
+def turned_places(p_ends, p_padded, group, first, rows, B: tl.constexpr, UNIT: tl.constexpr):
+    """Where the B rows from ``first`` of a group go among its turned columns, and up to where.
+
+    A whole tile is followed by the next; the last of a group by zeros to its end.
+    """
+    to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first
+    to -= start_of(p_ends, group, rows)
+    last = tl.minimum(tl.load(p_padded + group), to + B)
+    return tl.multiple_of(to, UNIT), tl.multiple_of(last, UNIT)
+
+
+@triton.jit
 def zero_empty_group(
     p_turned, p_ends, p_padded, group, rows, i_column, m_column, turned_stride, UNIT: tl.constexpr
 ):
@@ -89,11 +101,7 @@ def _transpose_groups_kernel(
     if i_block < blocks:
         first, end, group = locate_block(p_table, rows, i_block, B)
         if group < groups and first < end:
-            to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first
-            to -= start_of(p_ends, group, rows)
-            # A whole tile is followed by the next; the last of a group by zeros to its end.
-            last = tl.minimum(tl.load(p_padded + group), to + B)
-            to, last = tl.multiple_of(to, UNIT), tl.multiple_of(last, UNIT)
+            to, last = turned_places(p_ends, p_padded, group, first, rows, B, UNIT)
             i_row = first + tl.arange(0, B)
             mask = (i_row < end)[:, None] & m_column[None, :]
             p_tile = p_codes + i_row.to(tl.int64)[:, None] * row_stride + i_column[None, :]

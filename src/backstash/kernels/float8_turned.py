@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes, unit_columns
 from backstash.kernels.cast.scaled import scale_from_amax
-from backstash.kernels.float8_matmul import start_of, write_padded_ends, zero_empty_group
+from backstash.kernels.float8_matmul import turned_places, write_padded_ends, zero_empty_group
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 
@@ -104,10 +104,7 @@ def _quantize_kernel(
     if i_block < blocks:
         first, end, group = locate_block(p_table, rows, i_block, B)
         if group < groups and first < end:
-            to = tl.load(p_padded + group - 1, mask=group > 0, other=0) + first
-            to -= start_of(p_ends, group, rows)
-            last = tl.minimum(tl.load(p_padded + group), to + B)
-            to, last = tl.multiple_of(to, UNIT), tl.multiple_of(last, UNIT)
+            to, last = turned_places(p_ends, p_padded, group, first, rows, B, UNIT)
             i_row = first + tl.arange(0, B)
             m_row = i_row < end
             mask = m_row[:, None] & m_column[None, :]
