@@ -35,6 +35,7 @@ def matmul(**changes: Any) -> Matmul:
         groups=None,
         dtype=torch.bfloat16,
         capability=HOPPER,
+        cuda=(13, 0),
         decode_in_matmul=True,
     )
     return dataclasses.replace(fits, **changes)
@@ -59,6 +60,9 @@ TAKEN = {
     "E4M3 by E5M2": {"formats": (CURRENT, CURRENT_E5M2)},
     "a result in float16": {"dtype": torch.float16},
     "a result in float32": {"dtype": torch.float32},
+    "rows with a result in float32": {"formats": (ROWWISE, ROWWISE), "dtype": torch.float32},
+    "rows with an older cuBLAS": {"formats": (ROWWISE, ROWWISE), "cuda": (12, 8)},
+    "rows on Blackwell": {"formats": (ROWWISE, ROWWISE), "capability": BLACKWELL},
     "any number of rows": {"sizes": (1, 16, 16)},
     "tensor scales on Ada": {"capability": ADA},
     "tensor scales on Blackwell": {"capability": BLACKWELL},
@@ -80,6 +84,16 @@ REFUSED = {
     "values": {"formats": (None, None)},
     "high precision": {"formats": (bs.HIGH_PRECISION, CURRENT)},
     "E5M2 by E5M2": {"formats": (CURRENT_E5M2, CURRENT_E5M2)},
+    "rows in float32 with an older cuBLAS": {
+        "formats": (ROWWISE, ROWWISE),
+        "dtype": torch.float32,
+        "cuda": (12, 8),
+    },
+    "rows in float16 on Blackwell": {
+        "formats": (ROWWISE, ROWWISE),
+        "dtype": torch.float16,
+        "capability": BLACKWELL,
+    },
     "rows in E5M2": {"formats": (ROWWISE_E5M2, ROWWISE)},
     "groups in E5M2 by E5M2": {"formats": (CURRENT_E5M2, CURRENT_E5M2), "groups": 4},
     "K of no whole units": {"sizes": (64, 40, 48)},

@@ -2,11 +2,11 @@
 
 An operand is a plain tensor, or a :class:`~backstash.tensors.QuantizedTensor` that can be read
 along the one direction its product adds up over.  :func:`choose` looks at the two formats, the
-sizes, the dtype, the device's compute capability and what the recipe asks for, and at nothing
-else: it is a table, so a path is never tried to see whether it fails.  Where no matrix unit takes
-the codes, operands are decoded to memory and multiplied in the layer's dtype: the same values,
-without the speed.  MXFP8 and NVFP4 are decoded inside the matmul if the recipe asks for it, which
-writes no copy and takes longer.
+sizes, the dtype, the device's compute capability, torch's version of CUDA and what the recipe
+asks for, and at nothing else: it is a table, so a path is never tried to see whether it fails.
+Where no matrix unit takes the codes, operands are decoded to memory and multiplied in the
+layer's dtype: the same values, without the speed.  MXFP8 and NVFP4 are decoded inside the matmul
+if the recipe asks for it, which writes no copy and takes longer.
 
 A float8 matrix unit adds up in a register of its own, of fewer bits than float32.  In forward
 the whole sum may stay there, which is fastest: an output is rounded to a layer's dtype anyway,
@@ -68,6 +68,7 @@ class Matmul:
         groups: How many groups the rows are in; None for one weight.
         dtype: Of the result.
         capability: The GPU's compute capability; None on a CPU.
+        cuda: The version of CUDA that torch was built with, and so of its cuBLAS; None for none.
         decode_in_matmul: As in :class:`~backstash.recipes.Recipe`.
     """
 
@@ -77,11 +78,14 @@ class Matmul:
     groups: int | None
     dtype: torch.dtype
     capability: tuple[int, int] | None
+    cuda: tuple[int, int] | None = None
     decode_in_matmul: bool = False
 
 
 # The first capabilities with float8 units, and for which torch takes a scale for each row.
 _UNITS, _ROW_SCALES = (8, 9), (9, 0)
+# For rows torch calls cuBLAS on Hopper from this version on, elsewhere a kernel for one dtype.
+_HOPPER, _CUBLAS_ROWS, _ROWS_DTYPE = 9, (12, 9), torch.bfloat16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -106,7 +110,9 @@ def _float8_unit_fits(matmul: Matmul) -> bool:
         codes.add(format.code)
         has_rows = has_rows or isinstance(format, Float8Rowwise)
     if has_rows and matmul.groups is None:
-        return matmul.capability >= _ROW_SCALES and codes == {Code.E4M3}
+        is_cublas = matmul.capability[0] == _HOPPER and (matmul.cuda or (0, 0)) >= _CUBLAS_ROWS
+        takes = matmul.capability >= _ROW_SCALES and codes == {Code.E4M3}
+        return takes and (is_cublas or matmul.dtype is _ROWS_DTYPE)
     # No recipe multiplies E5M2 by E5M2, and torch does not.
     return codes != {Code.E5M2}
 
@@ -296,6 +302,7 @@ def _path(
             groups=None if ends_G is None else len(ends_G),
             dtype=dtype,
             capability=_capability(both[0].device),
+            cuda=_cuda_version(),
             decode_in_matmul=decode_in_matmul,
         )
     )
@@ -303,6 +310,13 @@ def _path(
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _cuda_version() -> tuple[int, int] | None:
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _format_along(operand: Tensor | Columns, usage: Usage) -> Format | None:
