@@ -104,7 +104,7 @@ class Batch:
         self.originals.append(Original(buffer, tensor.detach(), region.version))
         self.nbytes.append(region.place.nbytes)
         self.packed.append(packed)
-        return Kept(self, len(self.nbytes) - 1, region.storage)
+        return Kept(self, len(self.nbytes) - 1, region.storage, rows)
 
     @property
     def unshared(self) -> list[int]:
@@ -178,13 +178,17 @@ class Batch:
 class Kept:
     """One buffer of a batch."""
 
-    __slots__ = ("__weakref__", "batch", "slot", "storage")
+    __slots__ = ("__weakref__", "batch", "rows", "slot", "storage")
 
-    def __init__(self, batch: Batch, slot: int, storage: StorageWeakRef) -> None:
+    def __init__(
+        self, batch: Batch, slot: int, storage: StorageWeakRef, rows: Tensor | None
+    ) -> None:
         self.batch = batch
         self.slot = slot
-        # While there is a weak reference, no other storage gets the address that it is known by.
+        # It is known by two addresses, of its storage and of the number of its rows: while there
+        # is a reference, weak or not, nothing else gets them.
         self.storage = storage
+        self.rows = rows
 
 
 class Saved(NamedTuple):

@@ -38,6 +38,17 @@ class Place(NamedTuple):
     nbytes: int
 
 
+class Content(NamedTuple):
+    """What a buffer in pages is a copy of: the same again need not be copied.
+
+    ``valid`` tells which rows: bytes of one, and the address and version of their number.
+    """
+
+    place: Place
+    packed: torch.dtype
+    valid: tuple[int, int, int | None] | None
+
+
 class Region(NamedTuple):
     """The bytes that a saved tensor needs.
 
@@ -83,8 +94,19 @@ def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
         Place(storage._cdata, start, nbytes),
         StorageWeakRef(storage),
         View(tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()) - start // item),
-        None if tensor.is_inference() else tensor._version,
+        _version_of(tensor),
     )
+
+
+def content_of(region: Region, rows: Tensor | None, packed: torch.dtype) -> Content:
+    """What is copied of a region: its first rows, handed over as values of ``packed``."""
+    if rows is None:
+        return Content(region.place, packed, None)
+    return Content(region.place, packed, (region.row_bytes, rows.data_ptr(), _version_of(rows)))
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _is_columns_of_whole(tensor: Tensor, storage_bytes: int) -> bool:

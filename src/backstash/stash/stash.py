@@ -33,7 +33,7 @@ from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
 from backstash.stash.foresight import Foresight
 from backstash.stash.packing import check_compression, packed_as
 from backstash.stash.pool import PagePool
-from backstash.stash.region import Place, Region, region_of
+from backstash.stash.region import Content, Region, content_of, region_of
 from backstash.stash.statistics import Statistics
 
 # Originals are let go when this many more tensors have been offered: time for their copies to
@@ -54,9 +54,17 @@ class _Expected(threading.local):
     """What a node on this thread has announced and not yet saved."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
-        self.refused: set[Place] = set()
+        self.contents: list[Content] = []
+        self.refused: set[Content] = set()
         self.batches: list[Batch] = []
+
+    def pop(self, content: Content) -> Batch | None:
+        """The batch that ``content`` was announced for; it is not waited for any more."""
+        if content not in self.contents:
+            return None
+        i = self.contents.index(content)
+        self.contents.pop(i)
+        return self.batches.pop(i)
 
 
 class Stash:
@@ -101,7 +109,7 @@ class Stash:
         self.tail = tail
         self.ahead = ahead
         self._expected = _Expected()
-        self._kept: weakref.WeakValueDictionary[tuple[Place, int | None, torch.dtype], Kept]
+        self._kept: weakref.WeakValueDictionary[tuple[Content, int | None], Kept]
         self._kept = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._copying: list[weakref.ref[Batch]] = []
@@ -120,21 +128,21 @@ class Stash:
         """Learn which tensors one node is about to save, so that one launch takes them all."""
         with self.pool.turn():
             self._forget_expected()
-            regions = [region for t in tensors if (region := self._region(t, valid_rows(t)))]
-            new = list(
-                {region.place: region for region in regions if not self._known(region)}.values()
-            )
-            if not new:
-                return
+            new: dict[Content, Region] = {}
+            for tensor in tensors:
+                rows = valid_rows(tensor)
+                region = self._region(tensor, rows)
+                if region is not None and self._known(region, rows) is None:
+                    new[self._content(region, rows)] = region
             expected = self._expected
             for i in range(0, len(new), MOST_BUFFERS):
-                part = new[i : i + MOST_BUFFERS]
-                batch = self._admit(part)
+                contents = list(new)[i : i + MOST_BUFFERS]
+                batch = self._admit([new[content] for content in contents])
                 if batch is None:
-                    expected.refused.update(region.place for region in part)
+                    expected.refused.update(contents)
                 else:
-                    expected.places += [region.place for region in part]
-                    expected.batches += [batch] * len(part)
+                    expected.contents += contents
+                    expected.batches += [batch] * len(contents)
 
     def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
@@ -159,38 +167,34 @@ class Stash:
             return None
         return region
 
-    def _key(self, region: Region) -> tuple[Place, int | None, torch.dtype]:
-        return region.place, region.version, self._packed(region)
-
     def _packed(self, region: Region) -> torch.dtype:
         return packed_as(region.view.dtype, self.compress)
 
-    def _known(self, region: Region) -> Kept | None:
-        kept = self._kept.get(self._key(region))
-        return None if kept is None or kept.storage.expired() else kept
+    def _content(self, region: Region, rows: Tensor | None) -> Content:
+        return content_of(region, rows, self._packed(region))
+
+    def _known(self, region: Region, rows: Tensor | None) -> Kept | None:
+        """The same bytes, or more of them, if they have been taken already."""
+        for valid in (rows, None):
+            kept = self._kept.get((self._content(region, valid), region.version))
+            if kept is not None and not kept.storage.expired():
+                return kept
+        return None
 
     def _take(self, region: Region, tensor: Tensor, rows: Tensor | None) -> Saved | None:
-        kept = self._known(region)
+        content, expected = self._content(region, rows), self._expected
+        batch, kept = expected.pop(content), self._known(region, rows)
         if kept is not None:
             kept.batch.shared.add(kept.slot)
-            return Saved(kept, region.view)
-        expected = self._expected
-        if region.place in expected.refused:
-            return None
-        if region.place in expected.places:
-            i = expected.places.index(region.place)
-            expected.places.pop(i)
-            batch = expected.batches.pop(i)
-            kept = batch.add(region, rows, tensor, self._packed(region))
-            if batch not in expected.batches:
-                self._send(batch)
         else:
-            batch = self._admit([region])
+            if batch is None and content not in expected.refused:
+                batch = self._admit([region])
             if batch is None:
                 return None
             kept = batch.add(region, rows, tensor, self._packed(region))
+            self._kept[content, region.version] = kept
+        if batch is not None and batch.originals and batch not in expected.batches:
             self._send(batch)
-        self._kept[self._key(region)] = kept
         return Saved(kept, region.view)
 
     def _admit(self, regions: Sequence[Region]) -> Batch | None:
@@ -228,7 +232,7 @@ class Stash:
         for batch in dict.fromkeys(expected.batches):
             if batch.originals and batch.state is BatchState.OPEN:
                 self._send(batch)
-        expected.places, expected.batches, expected.refused = [], [], set()
+        expected.contents, expected.batches, expected.refused = [], [], set()
 
     def _land(self, offers: int, but: Batch | None = None) -> None:
         """Let originals go that were sent at least ``offers`` offered tensors ago."""
