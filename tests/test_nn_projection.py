@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.errors import CompileError, ModifiedError, ShapeError
+from backstash.errors import ModifiedError, ShapeError
 from backstash.nn import GroupedLinear, Linear
 from backstash.nn.projection import Needs
 from nn_cases import (
@@ -29,9 +29,6 @@ from nn_cases import (
 )
 
 LAYERS = pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
-
-# Torch's own tracer makes an instance of a Function, and warns about it.
-TRACES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @LAYERS
@@ -178,27 +175,6 @@ def test_a_weight_changed_before_backward_is_an_error(case: Case, way: str) -> N
             weight.add_(1)
     with pytest.raises(ModifiedError, match="modified in place"):
         y.sum().backward()
-
-
-@TRACES
-def test_a_shard_under_torch_compile_is_refused_with_the_remedy() -> None:
-    module = Linear(H, N)
-    shard(module)
-    compiled = torch.compile(module, backend="eager")
-    with pytest.raises(CompileError, match=r"torch\.compiler\.disable"):
-        compiled(torch.ones(2, H, requires_grad=True))
-
-
-@LAYERS
-@TRACES
-@pytest.mark.slow
-def test_a_compiled_layer_gives_the_same_bits(case: Case) -> None:
-    torch.compiler.reset()
-    module = case.make()
-    expected = run(case, module, "mxfp8")
-    compiled = torch.compile(module, backend="aot_eager")
-    for a, b in zip(run(case, compiled, "mxfp8"), expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_only_a_bias_can_be_trained_without_a_matmul_in_backward() -> None:

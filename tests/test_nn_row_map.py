@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backstash.errors import DeviceError, DtypeError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn import GroupedMLP, RowMap
 from nn_cases import FFN, G, H, routing
 
@@ -26,6 +26,19 @@ def test_indices_that_cannot_be_are_refused() -> None:
         RowMap(SOURCE.float(), SLOTS)
     with pytest.raises(DeviceError, match="source_R is on meta and slots_TK on cpu"):
         RowMap(SOURCE.to("meta"), SLOTS)
+
+
+@pytest.mark.parametrize("index", [-1, 7, 99])
+def test_tokens_and_rows_that_are_not_there_are_refused(index: int) -> None:
+    rows, counts = routing()
+    module, x = GroupedMLP(G, H, FFN), torch.randn(7, H)
+    wrong = RowMap(rows.source_R.clone().fill_(index), rows.slots_TK)
+    with pytest.raises(ConfigError, match=rf"name tokens from 0 to 6, got {index} to {index}; pass"):
+        module(x, counts, rows=wrong)
+    index *= 2
+    wrong = RowMap(rows.source_R, rows.slots_TK.clone().fill_(index))
+    with pytest.raises(ConfigError, match=rf"name rows from 0 to 13, got {index} to {index}; pass"):
+        module(x, counts, rows=wrong)
 
 
 def test_tokens_it_was_not_made_for_are_refused() -> None:

@@ -74,4 +74,4 @@ class NothingSavedError(BackstashError, AttributeError):
 
 
 class UnsupportedOpError(BackstashError, NotImplementedError):
-    """Raised when an operation has no meaning for a quantized or grouped tensor."""
+    """Raised when an operation has no meaning for a quantized or grouped tensor, or for a layer."""

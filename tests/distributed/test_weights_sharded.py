@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from twins import Stack, differing, stack_step, train_twins
 
 from backstash import keep_identity, save_for_backward, saved_values
-from backstash.errors import CompileError, ConfigError, ModifiedError
+from backstash.errors import ConfigError, ModifiedError
 from backstash.weights import (
     DistributedWeight,
     ShardedWeight,
@@ -155,14 +154,17 @@ def test_it_comes_back_as_itself_and_a_change_before_backward_raises(ranks: Rank
 def compiled(group: Any) -> None:
     model = Stack(1)
     shard_weights(model, group)
-    # Torch's compiler does what torch itself deprecates.
-    warnings.filterwarnings("ignore", message=".*should not be instantiated")
-    compiled = torch.compile(model.layers[0], backend="eager")
-    with pytest.raises(CompileError, match=r"torch\.compiler\.disable"):
-        compiled(torch.randn(2, 12))
+    compiled = torch.compile(model, backend="eager")
+    x, found = torch.randn(2, 12), []
+    for run in (model, compiled):
+        y = run(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert all(map(torch.equal, *found))
 
 
-def test_compiling_a_layer_with_a_sharded_weight_says_what_to_do(ranks: Ranks) -> None:
+def test_a_compiled_model_gathers_its_sharded_weights(ranks: Ranks) -> None:
     ranks.run(compiled, size=1)
 
 

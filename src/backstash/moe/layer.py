@@ -22,6 +22,7 @@ from backstash.moe.dispatch import Dispatcher, Local
 from backstash.moe.losses import Losses, attach_loss
 from backstash.moe.router import Router, RouterConfig, Routing
 from backstash.nn import GroupedMLP
+from backstash.nn.layer import uncompiled
 from backstash.nn.options import check_name, check_sizes
 
 
@@ -92,6 +93,7 @@ class MoE(nn.Module):
         self.last_losses = Losses()
         self.last_overflow: Tensor | None = None
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Give each token of ``x`` (…, H) its experts' weighted sum, in the same shape.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -147,8 +147,7 @@ class GroupedLinear(Layer):
         """The state as ``weight0``, ``bias0`` and so on: views, for software that wants those."""
         return split_experts(self)
 
-    # torch.compile runs the call as one opaque piece: it cannot trace grouped saved values.
-    @torch.compiler.disable(reason="a grouped layer saves values that know their valid length")
+    @uncompiled
     def forward(self, x: Tensor, m_splits: Counts, out: Tensor | None = None) -> Tensor:
         """Multiply each group of rows by its weight.
 

@@ -28,7 +28,7 @@ from backstash.nn.feed_forward import (
     preactivation_columns,
 )
 from backstash.nn.group_ends import Counts, group_ends
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
@@ -189,8 +189,7 @@ class GroupedMLP(Layer):
         """The state as ``fc1_weight0`` and so on: views, for software that wants those."""
         return split_experts(self)
 
-    # torch.compile runs the call as one opaque piece: it cannot trace grouped saved values.
-    @torch.compiler.disable(reason="a grouped layer saves values that know their valid length")
+    @uncompiled
     def forward(
         self,
         x: Tensor,

@@ -14,10 +14,11 @@ import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from backstash.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from backstash.errors import (
     LayoutError,
     RecipeError,
     ShapeError,
+    UnsupportedOpError,
 )
 from backstash.nn.call import Call
 from backstash.nn.module import QuantizedModule
@@ -33,6 +35,24 @@ from backstash.nn.options import check_flags
 from backstash.nn.projection import Projection
 from backstash.nn.weight_grad import Delivery, GradientQueue, WeightGradient
 from backstash.recipes import Operand, Phase
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def uncompiled(forward: Method) -> Method:
+    """Decorate the forward of a layer, which ``torch.compile`` runs as one opaque piece.
+
+    What a layer does depends on what a tracer does not see: the recipe in force, scales that
+    are learnt, weights that gather themselves.  The pieces before and after it are compiled.
+    Torch repeats the reason given here where ``fullgraph=True`` allows no such piece.
+    """
+    return torch.compiler.disable(forward, reason=_OPAQUE)
+
+
+_OPAQUE = (
+    "a layer of backstash runs as it is between what is compiled before and after it; leave out "
+    "fullgraph=True"
+)
 
 
 class Keep(enum.Enum):
@@ -96,8 +116,10 @@ class Layer(QuantizedModule):
         Raises:
             ShapeError, DtypeError, DeviceError: ``x`` does not fit ``weight``.
             LayoutError: ``x`` is sparse or nested.
+            UnsupportedOpError: a transform of ``torch.func`` or a forward derivative is asked.
         """
         layer = type(self).__name__
+        _refuse_transforms(self, x)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DtypeError(
@@ -127,6 +149,23 @@ class Layer(QuantizedModule):
                 "of them, or run inside torch.autocast"
             )
         return x.dtype
+
+
+def _refuse_transforms(layer: Layer, x: Any) -> None:
+    """A layer has one derivative: that of one call, backwards."""
+    asked = None
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
+        asked = "a transform of torch.func such as vmap, grad or jvp"
+    elif forward_ad._current_level >= 0:
+        given = (x, *layer.parameters(recurse=False))
+        tangents = [forward_ad.unpack_dual(t).tangent for t in given if isinstance(t, Tensor)]
+        asked = "a forward derivative" if any(t is not None for t in tangents) else None
+    if asked is not None:
+        raise UnsupportedOpError(
+            f"{type(layer).__name__} can be called and differentiated backwards once, and was "
+            f"called under {asked}; take the gradient with backward() or torch.autograd.grad, or "
+            "use a layer of torch.nn here"
+        )
 
 
 def _learns_input_scale(call: Call) -> bool:

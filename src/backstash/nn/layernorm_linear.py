@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
@@ -147,6 +147,7 @@ class LayerNormLinear(Layer):
             if parameter is not None:
                 torch.nn.init.uniform_(parameter, -bound, bound)
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``x`` and multiply.
 

@@ -23,7 +23,7 @@ from backstash.nn.feed_forward import (
     checked_activation,
     preactivation_columns,
 )
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
@@ -160,6 +160,7 @@ class LayerNormMLP(Layer):
                 if parameter is not None:
                     torch.nn.init.uniform_(parameter, -bound, bound)
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, widen it, activate, narrow it again.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast
+from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -113,6 +113,7 @@ class Linear(Layer):
         for parameter in self.parameters(recurse=False):
             torch.nn.init.uniform_(parameter, -bound, bound)
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Give ``x w^T + b`` of shape ``(*, out_features)``.
 

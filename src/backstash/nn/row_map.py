@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from backstash.errors import DeviceError, DtypeError, ShapeError
+from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +49,8 @@ class RowMap:
 
         Raises:
             ShapeError, DeviceError: another number of tokens, or another device.
+            ConfigError: a token or a row that is not there; on a GPU, whose indices are not
+                read on the host, they are not checked.
         """
         if self.slots_TK.shape[0] != x_TH.shape[0]:
             raise ShapeError(
@@ -60,3 +62,17 @@ class RowMap:
                 f"the row map is on {self.source_R.device}, the tokens are on {x_TH.device}; "
                 "move one of them"
             )
+        if x_TH.device.type == "cpu":
+            _check_range("source_R", self.source_R, x_TH.shape[0], "tokens")
+            _check_range("slots_TK", self.slots_TK, self.rows, "rows")
+
+
+def _check_range(name: str, index: Tensor, count: int, what: str) -> None:
+    if not index.numel() or type(index) is not Tensor:
+        return  # what stands for indices while a program is exported has no values
+    least, most = (int(value) for value in index.aminmax())
+    if least < 0 or most >= count:
+        raise ConfigError(
+            f"{name} must name {what} from 0 to {count - 1}, got {least} to {most}; pass what "
+            "kernels.sort_by_expert returned for these tokens"
+        )

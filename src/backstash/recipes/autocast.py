@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import functools
 
 import torch
 
@@ -140,7 +139,9 @@ def as_recipe(given: Recipe | str) -> Recipe:
         RecipeError: It is neither.
     """
     if isinstance(given, str):
-        return _by_name(given)
+        if given not in _BY_NAME:
+            _BY_NAME[given] = recipe(given)
+        return _BY_NAME[given]
     if not isinstance(given, Recipe):
         raise RecipeError(
             f"recipe must be a Recipe or a name such as 'mxfp8', got {given!r}; make one with "
@@ -149,5 +150,6 @@ def as_recipe(given: Recipe | str) -> Recipe:
     return given
 
 
-# Entered at every step of a training loop, and a recipe never changes.
-_by_name = functools.lru_cache(maxsize=64)(recipe)
+# Entered at every step of a training loop, and a recipe never changes.  Torch's compiler warns
+# about the caches of functools.
+_BY_NAME: dict[str, Recipe] = {}

@@ -158,6 +158,8 @@ class Sharding:
 
     # --- the passes ---------------------------------------------------------------------------
 
+    # In a compiled model these two run as they are, as its layers do.
+    @torch.compiler.disable(reason="a tracer follows no collective; leave out fullgraph=True")
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if _pass() is Pass.BACKWARD:
             return  # recomputation
@@ -171,6 +173,7 @@ class Sharding:
             self._fail()
         self._begin_pass(Pass.FORWARD)
 
+    @torch.compiler.disable(reason="a tracer follows no collective; leave out fullgraph=True")
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _pass() is Pass.BACKWARD or self._late:
             return  # recomputation, or a forward that was refused
