@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash.errors import ConfigError, DeviceError
+from backstash.nn.module import scaling_state
 from backstash.stash import CapturedStep, PagePool, Patience, Sizing, Stash, StepState
 from backstash.stash.captured_step import CudaRecorder
 from stash_cases import CAPACITY, PAGE, WIDTH, Experts, assert_nothing_is_held
@@ -36,13 +37,16 @@ class Standin:
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Recording runs nothing: whatever the step changed is as it was."""
-        before = [buffer.clone() for buffer in self.model.buffers()]
+        scalings = scaling_state(self.model).values()
+        learnt = [x for one in scalings for x in (one.history_LG, one.scale_G)]
+        changing = [*self.model.buffers(), *learnt]
+        before = [tensor.clone() for tensor in changing]
         random_state = torch.get_rng_state()
         with self.stash.unattended():
             self.outputs = step()
         torch.set_rng_state(random_state)
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.copy_(value)
+        for tensor, value in zip(changing, before, strict=True):
+            tensor.copy_(value)
         self.stash.pool.clear_overflow()
         self.step = step
         self.gradients = [p.grad for p in self.model.parameters()]
@@ -87,8 +91,15 @@ class Model(nn.Module):
 class Training:
     """A few steps of training with a captured step, or without anything."""
 
-    def __init__(self, pages: int | None, sizing: Sizing | None = None, calm: int = 64) -> None:
+    def __init__(
+        self,
+        pages: int | None,
+        sizing: Sizing | None = None,
+        calm: int = 64,
+        recipe: str = "high_precision",
+    ) -> None:
         torch.manual_seed(5)
+        self.recipe = recipe
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.x = torch.randn(CAPACITY, WIDTH)
@@ -109,7 +120,8 @@ class Training:
             )
 
     def step(self) -> Tensor:
-        with bs.saving(*([self.stash] if self.stash else [])):
+        handlers = [self.stash] if self.stash else []
+        with bs.autocast(recipe=self.recipe), bs.saving(*handlers):
             y = self.model(self.x * 1.0, self.counts)
             mask = torch.arange(CAPACITY) < self.counts.sum()
             loss = torch.where(mask[:, None], y, 0.0).square().sum()
@@ -135,10 +147,11 @@ RISING = [2, 2, 4, 8, 12, 16, 20, 24, 28, 32]
 
 @pytest.mark.parametrize("schedule", [STEADY, BURST, RISING], ids=["steady", "burst", "rising"])
 @pytest.mark.parametrize("pages", [0, 100, 4000])
+@pytest.mark.parametrize("recipe", ["high_precision", "float8_delayed"])
 def test_training_is_bit_equal_to_one_that_never_overflowed(
-    pages: int, schedule: list[int]
+    pages: int, schedule: list[int], recipe: str
 ) -> None:
-    plain, captured = Training(None), Training(pages)
+    plain, captured = Training(None, recipe=recipe), Training(pages, recipe=recipe)
     assert captured.losses(schedule) == plain.losses(schedule)
     for one, two in zip(
         captured.model.state_dict().values(), plain.model.state_dict().values(), strict=True
@@ -147,8 +160,32 @@ def test_training_is_bit_equal_to_one_that_never_overflowed(
     assert captured.stash is not None
     assert_nothing_is_held(captured.stash)
     assert captured.captured.captures >= 1
+    assert scaling_state(captured.model).keys() == scaling_state(plain.model).keys()
     fits = pages == 4000 or (pages == 100 and schedule is STEADY)
     assert (captured.captured.reruns == 0) == fits
+
+
+def test_scales_that_a_checkpoint_brings_are_those_that_are_used() -> None:
+    plain, captured = (Training(pages, recipe="float8_delayed") for pages in (None, 4000))
+    states = []
+    for training in (plain, captured):
+        training.losses(STEADY)
+        states.append({name: t.clone() for name, t in training.model.state_dict().items()})
+        training.losses([9, 9])
+    for training, state in zip((plain, captured), states, strict=True):
+        training.model.load_state_dict(state)
+    assert captured.losses(STEADY) == plain.losses(STEADY)
+    assert captured.captured.captures == 2
+    assert captured.captured.state is StepState.CAPTURED
+
+
+def test_an_autocast_around_a_captured_step_that_learns_scales_is_refused() -> None:
+    training = Training(4000, recipe="float8_delayed")
+    with (
+        pytest.raises(ConfigError, match="enter autocast in the step"),
+        bs.autocast(recipe="float8_delayed"),
+    ):
+        training.losses(STEADY)
 
 
 def test_a_burst_is_run_again_once_and_then_fits() -> None:

@@ -31,9 +31,10 @@ def plain_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_a_captured_step_is_bit_equal_and_survives_every_overflow() -> None:
+@pytest.mark.parametrize("recipe", ["high_precision", "float8_delayed"])
+def test_a_captured_step_is_bit_equal_and_survives_every_overflow(recipe: str) -> None:
     stash = Stash(PagePool(6 * 2**20, device=GPU, page_bytes=16384))
-    plain, ours = Step(), Step(stash)
+    plain, ours = Step(recipe=recipe), Step(stash, recipe=recipe)
     captured = CapturedStep(ours, stash, [ours.model])
     totals = [300, 300, 300, 4000, 310, 900, 4096, 0, 17, 3000]
     for total in totals:

@@ -95,6 +95,13 @@ class DelayedScaling:
         noted_G = None if self.open_step is None else self.open_step.noted_gradient(self)
         return (self.history_LG, self.scale_G) if noted_G is None else self._after(noted_G)
 
+    def settle_into_(self, history_LG: Tensor, scale_G: Tensor) -> None:
+        """Write what has been learnt into tensors that stay where they are, and go on with them."""
+        for place, learnt in zip((history_LG, scale_G), self.settled(), strict=True):
+            if place is not learnt:
+                place.copy_(learnt)
+        self.history_LG, self.scale_G, self.open_step = history_LG, scale_G, None
+
     def load(self, history_LG: Tensor, scale_G: Tensor) -> None:
         """Take over a saved state, and forget what an open step noted.
 

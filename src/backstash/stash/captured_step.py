@@ -6,6 +6,9 @@ gradients, and so the flag is read before anybody may use them.  Where it was ra
 is undone and run again without the graph, from the same random state, with admission; the pool
 grows; and the graph is captured again.
 
+A graph reads and writes where it did when it was captured.  Scales that are learnt from step to
+step are therefore written, at the end of the graph, to where it reads them at its beginning.
+
 An imbalance that stays would raise the flag in every step.  Each overflow that follows soon
 after another therefore doubles the number of steps that run without the graph.
 """
@@ -21,6 +24,8 @@ from torch import Tensor, nn
 
 from backstash.errors import ConfigError, DeviceError
 from backstash.kernels import PoolState
+from backstash.nn.module import scaling_state
+from backstash.recipes import DelayedScaling, in_force
 from backstash.stash.stash import Stash
 
 _MARGIN = 1.25
@@ -123,7 +128,9 @@ class CapturedStep:
         self._step = step
         self._parameters = [p for module in modules for p in module.parameters()]
         buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._modules = modules
         self._changing = [*buffers, *state]
+        self._learnt: list[tuple[DelayedScaling, Tensor, Tensor]] = []
         self._recorder = recorder or CudaRecorder(stash.pool.device)
         self._patience = patience or Patience()
         self._eager_left = _WARM_STEPS
@@ -135,8 +142,11 @@ class CapturedStep:
         """Run one step.
 
         Raises:
-            ConfigError: The step left something stashed, so it cannot be captured.
+            ConfigError: The step cannot be captured: it left something stashed, or scales that it
+                learns are learnt by an ``autocast`` around it.
         """
+        if self.state is StepState.CAPTURED and not self._learns_in_place():
+            self._forget()
         if self.state is StepState.CAPTURED:
             random_state = self._remember()
             self._recorder.replay()
@@ -159,6 +169,14 @@ class CapturedStep:
         return self._recorder.run(self._step)
 
     def _capture(self) -> None:
+        scalings = self._scalings()
+        if scalings and in_force().step is not None:
+            raise ConfigError(
+                "a captured step learns its scales by itself, but the autocast that it is in ends "
+                "outside of it; enter autocast in the step"
+            )
+        self._learnt = [(one, one.history_LG, one.scale_G) for one in scalings]
+        self._before = []
         kept = [parameter.grad for parameter in self._parameters]
         self.stash.settle()
         self._drop_gradients()
@@ -178,6 +196,8 @@ class CapturedStep:
     def _closed_step(self) -> Any:
         """The step, and after it nothing under way: what the graph takes it gives back."""
         outputs = self._step()
+        for scaling, history_LG, scale_G in self._learnt:
+            scaling.settle_into_(history_LG, scale_G)
         self.stash.settle()
         if not self.stash.is_idle:
             raise ConfigError(
@@ -190,23 +210,42 @@ class CapturedStep:
     def _make_room(self) -> None:
         counters = self.stash.pool.counters()
         pool = self.stash.pool
-        self._recorder.forget()
-        self._outputs, self._gradients = None, []
-        self._drop_gradients()
-        self.state = StepState.EAGER
-        pool.is_fixed = False
+        self._forget()
         pool.clear_overflow()
         pool.grow(int(counters[PoolState.DEMAND] * _MARGIN) * pool.page_bytes)
         self._eager_left = self._patience.overflowed()
 
+    def _forget(self) -> None:
+        """Run without the graph again, once at least."""
+        self._recorder.forget()
+        self._outputs, self._gradients = None, []
+        self._drop_gradients()
+        self.state = StepState.EAGER
+        self.stash.pool.is_fixed = False
+        self._eager_left = 1
+
+    def _scalings(self) -> list[DelayedScaling]:
+        found = [scaling for module in self._modules for scaling in scaling_state(module).values()]
+        return list(dict.fromkeys(found))
+
+    def _learns_in_place(self) -> bool:
+        """Are the scales still those that the graph reads?  A checkpoint brings others."""
+        learnt = [one for one, history_LG, scale_G in self._learnt if one.scale_G is scale_G]
+        return not self._learnt or learnt == self._scalings()
+
     def _remember(self) -> tuple[Tensor, ...]:
+        changing = self._all_changing()
         if not self._before:
-            self._before = [torch.empty_like(tensor) for tensor in self._changing]
-        _copy_each(self._before, self._changing)
+            self._before = [torch.empty_like(tensor) for tensor in changing]
+        _copy_each(self._before, changing)
         return _random_state(self.stash.pool.device)
 
+    def _all_changing(self) -> list[Tensor]:
+        learnt = [tensor for _, *tensors in self._learnt for tensor in tensors]
+        return [*self._changing, *learnt]
+
     def _undo(self, random_state: tuple[Tensor, ...]) -> None:
-        _copy_each(self._changing, self._before)
+        _copy_each(self._all_changing(), self._before)
         torch.set_rng_state(random_state[0])
         if len(random_state) > 1:
             torch.cuda.set_rng_state(random_state[1], self.stash.pool.device)
