@@ -33,7 +33,9 @@ def test_tokens_and_rows_that_are_not_there_are_refused(index: int) -> None:
     rows, counts = routing()
     module, x = GroupedMLP(G, H, FFN), torch.randn(7, H)
     wrong = RowMap(rows.source_R.clone().fill_(index), rows.slots_TK)
-    with pytest.raises(ConfigError, match=rf"name tokens from 0 to 6, got {index} to {index}; pass"):
+    with pytest.raises(
+        ConfigError, match=rf"name tokens from 0 to 6, got {index} to {index}; pass"
+    ):
         module(x, counts, rows=wrong)
     index *= 2
     wrong = RowMap(rows.source_R, rows.slots_TK.clone().fill_(index))
