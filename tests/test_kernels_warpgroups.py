@@ -30,6 +30,18 @@ def test_the_first_rows_of_a_ragged_block_are_those_asked_for_and_the_others_zer
     assert not block[count:].any()
 
 
+@pytest.mark.parametrize("count", [16, 48, 64])
+@pytest.mark.parametrize("first", [0, 32, 80])
+def test_the_first_columns_of_a_ragged_block_are_those_asked_for_and_the_others_zeros(first, count):
+    x = torch.randint(0, 256, (12, 144), dtype=torch.uint8)
+    description = warpgroups.ragged_columns(x.view(torch.float8_e4m3fn), 4, 64)
+    far, unit = warpgroups.FAR.value, warpgroups.UNIT_BYTES
+    place = (warpgroups.TURNS.value, (first + count) // unit, 8, far - count)
+    block = block_at(x.flatten(), description, place)[0, 0]
+    assert torch.equal(block[:, :count], x[8:, first : first + count])
+    assert not block[:, count:].any()
+
+
 def test_a_block_of_one_groups_matrix_has_nothing_of_the_next():
     w = torch.randn(3, 10, 16).bfloat16()
     block = block_at(w.flatten(), warpgroups.matrices(w, 8, 8), (1, 8, 8))[0]
@@ -49,6 +61,8 @@ def test_rows_that_lie_whole_units_apart_are_aligned():
 
 @pytest.mark.parametrize("shape", [(4, 7), (4, 8), (2, 3, 9)], ids=str)
 def test_a_new_aligned_matrix_has_the_shape_and_is_aligned(shape):
-    matrix = warpgroups.new_aligned(shape, torch.zeros(0).bfloat16())
-    assert tuple(matrix.shape) == shape
-    assert warpgroups.is_aligned(matrix)
+    for dtype in (None, torch.float32):
+        matrix = warpgroups.new_aligned(shape, torch.zeros(0).bfloat16(), dtype)
+        assert matrix.dtype is (dtype or torch.bfloat16)
+        assert tuple(matrix.shape) == shape
+        assert warpgroups.is_aligned(matrix)

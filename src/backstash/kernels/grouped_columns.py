@@ -7,7 +7,11 @@ groups last: they are stored as the zeros that they start as.
 The last block of a group's rows is filled up with zeros by the copy engine, in both operands,
 so that no row of another group, nor of the tail, gets near the sum.
 
-Letters: T rows, N and K columns of the two operands, G groups.
+Float8 codes are turned: a tensor core takes them with what is added up side by side.  Their
+scales are multiplied onto the finished sums.
+
+Letters: T rows, N and K columns of the two operands, G groups, P columns of
+turned operands.
 """
 
 # Gluon's annotations do not say what its compiler takes.
@@ -25,21 +29,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.warpgroups import (
     FAR,
+    TURNS,
+    UNIT,
     async_load,
     give_ticket,
+    load_scales,
     matrices,
     multiply,
+    multiply_by_scales,
+    multiply_exactly,
     new_aligned,
     new_barriers,
     ragged,
+    ragged_columns,
+    stages_for,
     store_block,
     take_ticket,
+    values_a_block,
 )
 
-TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "BK": 64, "STAGES": 4}
+TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "STAGES": 4}
 
 
 @gluon.jit
@@ -71,6 +84,7 @@ def _fetch(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     block_bytes: gl.constexpr = BK * (2 * HALF + BN) * a_desc.dtype.primitive_bitwidth // 8
     ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
@@ -90,9 +104,15 @@ def _fetch(
             stop, place = first + rows, FAR - rows
             column = i_high * 2 * HALF
             a_low = a_smem.index(2 * stage + 1)
-            async_load(a_desc, [FAR, stop, place, column], bar, a_smem.index(2 * stage))
-            async_load(a_desc, [FAR, stop, place, column + HALF], bar, a_low)
-            async_load(b_desc, [FAR, stop, place, i_wide * BN], bar, b_smem.index(stage))
+            if TURNED:
+                stop = stop // UNIT
+                async_load(a_desc, [TURNS, stop, column, place], bar, a_smem.index(2 * stage))
+                async_load(a_desc, [TURNS, stop, column + HALF, place], bar, a_low)
+                async_load(b_desc, [TURNS, stop, i_wide * BN, place], bar, b_smem.index(stage))
+            else:
+                async_load(a_desc, [FAR, stop, place, column], bar, a_smem.index(2 * stage))
+                async_load(a_desc, [FAR, stop, place, column + HALF], bar, a_low)
+                async_load(b_desc, [FAR, stop, place, i_wide * BN], bar, b_smem.index(stage))
             i += 1
         n += 1
     give_ticket(tickets, given, taken, n, ticket)
@@ -110,6 +130,8 @@ def _multiply_half(
     given,
     taken,
     p_table,
+    p_a_scale,
+    p_b_scale,
     groups,
     high,
     wide,
@@ -118,6 +140,8 @@ def _multiply_half(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    TURNED: gl.constexpr,
+    EXACT: gl.constexpr,
 ):
     n = 0
     i = 0
@@ -126,9 +150,21 @@ def _multiply_half(
     start, end, group, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
     while ticket < tiles:
         steps = (end - start + BK - 1) // BK
-        total = multiply(
-            a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, False, False
-        )
+        if p_a_scale is not None:
+            row, column = (2 * i_high + half) * HALF, i_wide * BN
+            M, columns = c_desc.shape[1], c_desc.shape[2]
+            a_scale = load_scales(p_a_scale + group * M + row, M - row, HALF)
+            b_scale = load_scales(p_b_scale + group * columns + column, columns - column, BN)
+        if EXACT:
+            total = multiply_exactly(
+                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES
+            )
+        else:
+            total = multiply(
+                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, TURNED, TURNED
+            )
+        if p_a_scale is not None:
+            total = multiply_by_scales(total, a_scale, b_scale)
         i += steps
         n += 1
         matrix, row, column = group, (2 * i_high + half) * HALF, i_wide * BN
@@ -145,6 +181,8 @@ def _columns_kernel(
     b_desc,
     c_desc,
     p_table,
+    p_a_scale,
+    p_b_scale,
     groups,
     high,
     wide,
@@ -152,9 +190,15 @@ def _columns_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    TURNED: gl.constexpr,
+    EXACT: gl.constexpr,
 ):
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 1, 1, BK, HALF], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, 1, BK, BN], b_desc.layout)
+    a_block: gl.constexpr = [HALF, BK] if TURNED else [BK, HALF]
+    b_block: gl.constexpr = [BN, BK] if TURNED else [BK, BN]
+    a_blocks: gl.constexpr = [2 * STAGES, 1, 1, a_block[0], a_block[1]]
+    b_blocks: gl.constexpr = [STAGES, 1, 1, b_block[0], b_block[1]]
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, a_blocks, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, b_blocks, b_desc.layout)
     c_block: gl.constexpr = [1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
@@ -170,17 +214,17 @@ def _columns_kernel(
             (
                 _multiply_half,
                 (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                 groups, high, wide, 0, HALF, BN, BK, STAGES),
+                 p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED, EXACT),
             ),
             (
                 _multiply_half,
                 (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                 groups, high, wide, 1, HALF, BN, BK, STAGES),
+                 p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED, EXACT),
             ),
             (
                 _fetch,
                 (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
-                 groups, high, wide, HALF, BN, BK, STAGES),
+                 groups, high, wide, HALF, BN, BK, STAGES, TURNED),
             ),
         ],
         [4, 1],
@@ -193,19 +237,54 @@ def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
 
     Both are aligned, and their dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
-    groups, (T, N), K = len(ends_G), dy_TN.shape, x_TK.shape[1]
-    dw_GNK = new_aligned((groups, N, K), x_TK)
-    half, columns, block = TILE["HALF"], TILE["BN"], TILE["BK"]
-    programs = torch.cuda.get_device_properties(x_TK.device).multi_processor_count
+    block, N, K = values_a_block(x_TK), dy_TN.shape[1], x_TK.shape[1]
+    dw_GNK = new_aligned((len(ends_G), N, K), x_TK)
+    descs = ragged(dy_TN, block, TILE["HALF"]), ragged(x_TK, block, TILE["BN"])
+    _launch(descs, groups_by_size(ends_G, len(x_TK)), dw_GNK, (None, None), BK=block)
+    return dw_GNK
+
+
+def multiply_scaled_columns(
+    dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``dw_GNK[g] = dy[g] @ x[g].T`` of turned float8 codes, zeros for an empty group.
+
+    As :func:`~backstash.kernels.reference.float8_mm.float8_grouped_mm_dw` has them, and aligned.
+    """
+    block, (N, P), K = values_a_block(x.codes), dy.codes.shape, len(x.codes)
+    dw_GNK = new_aligned((len(padded_ends_G), N, K), x.codes, dtype)
+    descs = (
+        ragged_columns(dy.codes, TILE["HALF"], block),
+        ragged_columns(x.codes, TILE["BN"], block),
+    )
+    scales = dy.scale_inv.contiguous(), x.scale_inv.contiguous()
+    _launch(descs, groups_by_size(padded_ends_G, P), dw_GNK, scales, BK=block)
+    return dw_GNK
+
+
+def _launch(
+    descs: tuple[Any, Any],
+    table_G4: Tensor,
+    dw_GNK: Tensor,
+    scales: tuple[Tensor, Tensor] | tuple[None, None],
+    *,
+    BK: int,
+) -> None:
+    groups, N, K = dw_GNK.shape
+    half, columns = TILE["HALF"], TILE["BN"]
+    programs = torch.cuda.get_device_properties(dw_GNK.device).multi_processor_count
+    is_codes = scales[0] is not None
     _columns_kernel[(programs,)](
-        ragged(dy_TN, block, half),
-        ragged(x_TK, block, columns),
+        *descs,
         matrices(dw_GNK, half, columns // 2),
-        groups_by_size(ends_G, T),
+        table_G4,
+        *scales,
         groups,
         triton.cdiv(N, 2 * half),
         triton.cdiv(K, columns),
-        **TILE,
+        **stages_for(dw_GNK, TILE),
+        BK=BK,
+        TURNED=is_codes,
+        EXACT=is_codes,
         num_warps=4,
     )
-    return dw_GNK

@@ -9,6 +9,8 @@ The last block of a group reads rows of the next group as well, which spoils not
 the result depends on its own row only, and only the group's rows are stored.  The tail is a
 group without weights: its tiles are stored as the zeros that they start as.
 
+Float8 rows and weights have scales besides, which are multiplied onto the finished sums.
+
 Letters: T rows, J columns of the rows, C columns of the result, G groups.
 """
 
@@ -28,21 +30,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from backstash.kernels.blocks import block_table
+from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
+    load_scales,
     matrices,
     matrix,
     multiply,
+    multiply_by_scales,
+    multiply_exactly,
     new_aligned,
     new_barriers,
     pass_over,
     ragged,
+    stages_for,
     store_rows,
     take_ticket,
+    values_a_block,
 )
 
-TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "BK": 64, "STAGES": 4, "PATCH": 8}
+TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "STAGES": 4, "PATCH": 8}
 
 
 @gluon.jit
@@ -118,6 +126,8 @@ def _multiply_half(
     given,
     taken,
     p_table,
+    p_a_scale,
+    p_b_scale,
     groups,
     inner,
     used,
@@ -129,6 +139,7 @@ def _multiply_half(
     STAGES: gl.constexpr,
     PATCH: gl.constexpr,
     B_ROWS: gl.constexpr,
+    EXACT: gl.constexpr,
 ):
     n = 0
     i = 0
@@ -141,21 +152,35 @@ def _multiply_half(
         i += steps
         n += 1
         if rows > 0:
-            total = multiply(
-                a_smem,
-                b_smem,
-                full,
-                empty,
-                i - steps,
-                steps,
-                half,
-                HALF,
-                BN,
-                BK,
-                STAGES,
-                True,
-                B_ROWS,
-            )
+            if p_a_scale is not None:
+                # The tail has no scales either.
+                columns = c_desc.shape[3]
+                left = gl.where(group < groups, columns - chunk * BN, 0)
+                p_line = p_b_scale + group * columns + chunk * BN
+                a_scale = load_scales(p_a_scale + first, gl.where(group < groups, rows, 0), HALF)
+                b_scale = load_scales(p_line, left, BN)
+            if EXACT:
+                total = multiply_exactly(
+                    a_smem, b_smem, full, empty, i - steps, steps, half, HALF, BN, BK, STAGES
+                )
+            else:
+                total = multiply(
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    i - steps,
+                    steps,
+                    half,
+                    HALF,
+                    BN,
+                    BK,
+                    STAGES,
+                    True,
+                    B_ROWS,
+                )
+            if p_a_scale is not None:
+                total = multiply_by_scales(total, a_scale, b_scale)
             stop, column = first + rows, chunk * BN
             # The next tile is looked up before this one is stored: storing hides how long it takes.
             ticket = take_ticket(tickets, given, taken, n)
@@ -174,6 +199,8 @@ def _rows_kernel(
     b_desc,
     c_desc,
     p_table,
+    p_a_scale,
+    p_b_scale,
     groups,
     inner,
     chunks,
@@ -183,6 +210,7 @@ def _rows_kernel(
     STAGES: gl.constexpr,
     PATCH: gl.constexpr,
     B_ROWS: gl.constexpr,
+    EXACT: gl.constexpr,
 ):
     used = gl.load(p_table + 3)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF, BK], a_desc.layout)
@@ -203,12 +231,14 @@ def _rows_kernel(
             (
                 _multiply_half,
                 (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                 groups, inner, used, chunks, 0, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+                 p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES, PATCH,
+                 B_ROWS, EXACT),
             ),
             (
                 _multiply_half,
                 (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                 groups, inner, used, chunks, 1, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+                 p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES, PATCH,
+                 B_ROWS, EXACT),
             ),
             (
                 _fetch,
@@ -227,9 +257,35 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     Both are aligned, ``b_GJC`` as it is or with its last two dimensions exchanged, and their
     dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
+    y_TC = new_aligned((len(a_TJ), b_GJC.shape[2]), a_TJ)
+    _launch(a_TJ, b_GJC, ends_G, y_TC)
+    return y_TC
+
+
+def multiply_scaled_rows(
+    a: Scaled, b: Scaled, ends_G: Tensor, dtype: torch.dtype, *, fast_accumulation: bool
+) -> Tensor:
+    """Multiply each row of float8 codes by its group's ``b^T``, in ``dtype``; zeros in the tail.
+
+    As :func:`~backstash.kernels.reference.float8_mm.float8_grouped_mm` has them, and aligned.
+    """
+    y_TC = new_aligned((len(a.codes), b.codes.shape[1]), a.codes, dtype)
+    scales = a.scale_inv.contiguous(), b.scale_inv.contiguous()
+    _launch(a.codes, b.codes.mT, ends_G, y_TC, scales, is_exact=not fast_accumulation)
+    return y_TC
+
+
+def _launch(
+    a_TJ: Tensor,
+    b_GJC: Tensor,
+    ends_G: Tensor,
+    y_TC: Tensor,
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    *,
+    is_exact: bool = False,
+) -> None:
     (T, J), C = a_TJ.shape, b_GJC.shape[2]
-    y_TC = new_aligned((T, C), a_TJ)
-    half, columns, block = TILE["HALF"], TILE["BN"], TILE["BK"]
+    half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     is_rows = b_GJC.stride(1) == 1
     b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
     programs = torch.cuda.get_device_properties(a_TJ.device).multi_processor_count
@@ -238,11 +294,13 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
         b_desc,
         ragged(y_TC, half, columns // 2),
         block_table(ends_G, T, 2 * half),
+        *scales,
         len(ends_G),
         J,
         triton.cdiv(C, columns),
-        **TILE,
+        **stages_for(y_TC, TILE),
+        BK=block,
         B_ROWS=is_rows,
+        EXACT=is_exact,
         num_warps=4,
     )
-    return y_TC

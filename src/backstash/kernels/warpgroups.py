@@ -15,6 +15,10 @@ Rows that end inside a block need no mask.  The copy engine reads zeros past the
 and writes nothing there, so the rows of a group are shown to it as a tensor that ends where the
 group does: :func:`ragged` tells how.
 
+Float8 codes are multiplied as they are, and their scales onto the finished sum.  A matrix unit
+adds up float8 products in a register with fewer bits than float32, which the sums of gradients
+are too long for: there each block's sum goes to float32 by itself (:func:`multiply_exactly`).
+
 Letters: HALF rows of a tile for a warpgroup, BN columns of a tile, BK of a block along the sum.
 """
 
@@ -45,12 +49,21 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #: The copy engine wants every stride, and every address, to be whole units.
 UNIT_BYTES = 16
+UNIT = gl.constexpr(UNIT_BYTES)
 #: More rows than a matrix has.
 FAR = gl.constexpr(2**30)
+#: Into how many steps the way back is cut that a block of ragged columns takes.
+TURNS = gl.constexpr(2**26)
 # Values after which an address is the same again, for a value of any size.
 _WRAP = 2**64
-#: Dtypes of the operands, and what Gluon calls them.
+#: Dtypes of the operands, and of codes, and what Gluon calls them.
 DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+CODES: dict[torch.dtype, Any] = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+_NAMES: dict[torch.dtype, Any] = {torch.float32: gl.float32, **DTYPES, **CODES}
+_BLOCK_BYTES = 128
 
 
 @gluon.jit
@@ -94,7 +107,8 @@ def multiply(
 
     A block of an operand with ``ROWS`` has the sum along its rows, else down its columns.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    deep: gl.constexpr = 256 // a_smem.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, deep])
     total = gl.zeros([HALF, BN], gl.float32, layout)
     for step in range(steps):
         stage = (i + step) % STAGES
@@ -114,6 +128,62 @@ def multiply(
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((i + steps + STAGES - 1) % STAGES), pred=steps > 0)
     return total
+
+
+@gluon.jit
+def multiply_exactly(
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    i,
+    steps,
+    half: gl.constexpr,
+    HALF: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The same of float8 codes along rows, with each block's sum added in float32.
+
+    The halves of the columns take turns: there are registers for the whole sum and for half of a
+    block's own.  While one warpgroup adds, the other has the tensor cores.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 32])
+    low = gl.zeros([HALF, BN // 2], gl.float32, layout)
+    high = gl.zeros([HALF, BN // 2], gl.float32, layout)
+    own = gl.zeros([HALF, BN // 2], gl.float32, layout)
+    for step in range(steps):
+        stage = (i + step) % STAGES
+        mbarrier.wait(full.index(stage), (i + step) // STAGES & 1)
+        a = a_smem.index(2 * stage + half).reshape([HALF, BK])
+        b = b_smem.index(stage).reshape([BN, BK])
+        b_low = b.slice(0, BN // 2).permute((1, 0))
+        b_high = b.slice(BN // 2, BN // 2).permute((1, 0))
+        own = warpgroup_mma(a, b_low, own, use_acc=False, is_async=True)
+        own = warpgroup_mma_wait(0, deps=(own,))
+        low += own
+        own = warpgroup_mma(a, b_high, own, use_acc=False, is_async=True)
+        own = warpgroup_mma_wait(0, deps=(own,))
+        mbarrier.arrive(empty.index(stage))
+        high += own
+    return gl.join(low, high).permute(0, 2, 1).reshape([HALF, BN])
+
+
+@gluon.jit
+def load_scales(p_scale, left, B: gl.constexpr):
+    """The first ``left`` of B scales, loaded long before they are needed."""
+    i = gl.arange(0, B, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(p_scale + i, mask=i < left, other=0.0)
+
+
+@gluon.jit
+def multiply_by_scales(total, a_scale, b_scale):
+    """Multiply scales of rows and of columns onto a finished sum."""
+    layout: gl.constexpr = total.type.layout
+    a_scale = gl.convert_layout(a_scale, gl.SliceLayout(1, layout))
+    b_scale = gl.convert_layout(b_scale, gl.SliceLayout(0, layout))
+    return total * a_scale.expand_dims(1) * b_scale.expand_dims(0)
 
 
 @gluon.jit
@@ -167,6 +237,16 @@ def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
+def values_a_block(x: Tensor) -> int:
+    """How many values of an operand a block has along the sum."""
+    return _BLOCK_BYTES // x.element_size()
+
+
+def stages_for(result: Tensor, tile: dict[str, Any]) -> dict[str, Any]:
+    """A tile whose ring leaves room in shared memory for the result, twice as much in float32."""
+    return tile if result.element_size() == 2 else {**tile, "STAGES": tile["STAGES"] - 1}
+
+
 def is_aligned(x: Tensor) -> bool:
     """Say if the copy engine can read ``x``: rows of neighbours, whole units apart."""
     unit = UNIT_BYTES // x.element_size()
@@ -175,10 +255,11 @@ def is_aligned(x: Tensor) -> bool:
     return is_apart and x.stride(-1) == 1 and x.data_ptr() % UNIT_BYTES == 0
 
 
-def new_aligned(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def new_aligned(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A matrix that nobody has written yet, or one for each group, for the copy engine."""
-    unit = UNIT_BYTES // like.element_size()
-    whole = like.new_empty(*shape[:-1], -(-shape[-1] // unit) * unit)
+    dtype = like.dtype if dtype is None else dtype
+    unit = UNIT_BYTES // dtype.itemsize
+    whole = like.new_empty(*shape[:-1], -(-shape[-1] // unit) * unit, dtype=dtype)
     return whole if tuple(whole.shape) == tuple(shape) else whole[..., : shape[-1]]
 
 
@@ -199,6 +280,20 @@ def ragged(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return _describe(x_TK, shape, steps, [1, 1, rows, columns])
 
 
+def ragged_columns(x_KP: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Columns of a matrix of codes in blocks, of which only the first m count: whole units.
+
+    Like :func:`ragged`, with the columns before FAR as those that count: the engine sees
+    ``(TURNS + 1, P / 16 + 1, K, FAR)``, and the block at ``[TURNS, e / 16, k, FAR - m]`` begins m
+    columns before column e.
+    """
+    K, P = x_KP.shape
+    far, turns = FAR.value, TURNS.value
+    shape = (turns + 1, P // UNIT_BYTES + 1, K, far)
+    steps = (_WRAP // turns - far // turns, UNIT_BYTES, x_KP.stride(0), 1)
+    return _describe(x_KP, shape, steps, [1, 1, rows, columns])
+
+
 def matrix(x_TK: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix, read in blocks of ``rows`` times ``columns``."""
     return _describe(x_TK, x_TK.shape, x_TK.stride(), [rows, columns])
@@ -210,5 +305,5 @@ def matrices(w_GNK: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _describe(x: Tensor, shape: Any, strides: Any, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, _NAMES[x.dtype])
     return TensorDescriptor(x, list(shape), list(strides), block, layout)

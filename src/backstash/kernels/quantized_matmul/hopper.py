@@ -19,24 +19,16 @@ Letters: as in ``places``; BK of a block along what is added up.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backstash.kernels.warpgroups import UNIT_BYTES
+from backstash.kernels.warpgroups import CODES, UNIT_BYTES
 
 # Triton 3.9 has another name for it.
 wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier
-#: Codes, and what Gluon calls their dtypes.
-CODES: dict[torch.dtype, Any] = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
 
 
 @gluon.jit
