@@ -105,6 +105,13 @@ from backstash.kernels.reference.quantized_mm import (
     quantized_mm_dw,
     quantized_mm_dx,
 )
+from backstash.kernels.reference.routing import (
+    bfloat16_parts,
+    count_experts,
+    top_experts,
+    weigh_experts,
+    weigh_experts_backward,
+)
 from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
@@ -112,7 +119,9 @@ activate = by_device(activate, "activation")
 activate_backward = by_device(activate_backward, "activation")
 add_group_bias = by_device(add_group_bias, "grouped_matmul")
 amax = by_device(amax, "cast", FLOAT8_GPU)
+bfloat16_parts = by_device(bfloat16_parts, "routing")
 column_amax = by_device(column_amax, "float8_rowwise", FLOAT8_GPU)
+count_experts = by_device(count_experts, "routing")
 dequantize_block_columns = by_device(dequantize_block_columns, "float8_block", FLOAT8_GPU)
 dequantize_block_rows = by_device(dequantize_block_rows, "float8_block", FLOAT8_GPU)
 dequantize_block_tiles = by_device(dequantize_block_tiles, "float8_block", FLOAT8_GPU)
@@ -165,10 +174,14 @@ rms_norm_backward = by_device(rms_norm_backward, "norm")
 rotated_column_amax = by_device(rotated_column_amax, "hadamard", FLOAT8_GPU)
 row_amax = by_device(row_amax, "float8_rowwise", FLOAT8_GPU)
 scale_from_amax = by_device(scale_from_amax, "cast", FLOAT8_GPU)
+sort_by_expert = by_device(sort_by_expert, "routing")
 stash_pages = by_device(stash_pages, "pages")
+top_experts = by_device(top_experts, "routing")
 transpose_codes = by_device(transpose_codes, "transposition")
 transpose_groups = by_device(transpose_groups, "float8_matmul", FLOAT8_GPU)
 unpermute = by_device(unpermute, "permutation")
+weigh_experts = by_device(weigh_experts, "routing")
+weigh_experts_backward = by_device(weigh_experts_backward, "routing")
 
 __all__ = [
     "ACTIVATIONS",
@@ -190,8 +203,10 @@ __all__ = [
     "activate_backward",
     "add_group_bias",
     "amax",
+    "bfloat16_parts",
     "block_ends",
     "column_amax",
+    "count_experts",
     "dequantize_block_columns",
     "dequantize_block_rows",
     "dequantize_block_tiles",
@@ -253,7 +268,10 @@ __all__ = [
     "sort_by_expert",
     "stash_pages",
     "table_length",
+    "top_experts",
     "transpose_codes",
     "transpose_groups",
     "unpermute",
+    "weigh_experts",
+    "weigh_experts_backward",
 ]

@@ -8,7 +8,8 @@ treated differently:
   checkpointed region that computed it again could choose otherwise where two scores nearly
   tie, and would then compute gradients of something that never happened.
 * The *weights* are a smooth function of the scores, so a recomputation may compute them
-  again, and the gradient flows through them into the router.
+  again, and the gradient flows through them into the router.  Where they are divided by their
+  sum they are a softmax over the logits of the chosen alone, and nothing of the others is kept.
 
 Experts are kept equally busy in either of two ways.  A *bias* per expert is added to the
 scores for the choice only; :meth:`Router.update_bias_` raises it where too few tokens came
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from backstash import kernels
 from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.moe.losses import Losses, balance_loss, sum_over_ranks, z_loss
 from backstash.nn.options import check_flags, check_numbers, check_sizes, placement
@@ -171,18 +173,19 @@ class Router(nn.Module):
         self._check(x_TH)
         config = self.config
         logits_TE = _Logits.apply(x_TH, self.weight)
-        if config.score == "softmax":
-            scores_TE = torch.softmax(logits_TE, dim=1)
-        else:
-            scores_TE = torch.sigmoid(logits_TE)
+        is_share = config.score == "softmax" and self._is_normalized
+        needs_scores = config.aux_loss_weight or not is_share
+        scores_TE = self._scores(logits_TE if needs_scores else logits_TE.detach())
         expert_TK, counts_E = remember(lambda: self._choose_and_count(scores_TE.detach()))
-        prob_TK = scores_TE.gather(1, expert_TK)
-        if config.normalize or (config.normalize is None and self.top_k > 1):
-            prob_TK = prob_TK / (prob_TK.sum(1, keepdim=True) + _TINY)
+        if is_share:
+            prob_TK = _ShareOfChosen.apply(logits_TE, expert_TK)
+        else:
+            prob_TK = scores_TE.gather(1, expert_TK)
+            if self._is_normalized:
+                prob_TK = prob_TK / (prob_TK.sum(1, keepdim=True) + _TINY)
         if config.weight_scale != 1:
             prob_TK = prob_TK * config.weight_scale
-        losses = self._losses(logits_TE, scores_TE, counts_E)
-        return Routing(expert_TK, prob_TK, counts_E, losses)
+        return Routing(expert_TK, prob_TK, counts_E, self._losses(logits_TE, scores_TE, counts_E))
 
     @torch.no_grad()
     def update_bias_(self) -> None:
@@ -215,9 +218,18 @@ class Router(nn.Module):
         """
         return choose_experts(scores_TE, self.expert_bias, self.config, self.top_k)
 
+    @property
+    def _is_normalized(self) -> bool:
+        return self.top_k > 1 if self.config.normalize is None else self.config.normalize
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.config.score == "softmax":
+            return torch.softmax(logits_TE, dim=1)
+        return torch.sigmoid(logits_TE)
+
     def _choose_and_count(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         expert_TK = self.choose(scores_TE)
-        counts_E = _count(expert_TK, self.num_experts)
+        counts_E = kernels.count_experts(expert_TK, self.num_experts)
         # The forward of a reentrant checkpoint runs without grad, and is training all the same.
         if self.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._pending_E += counts_E
@@ -271,28 +283,33 @@ def choose_experts(scores_TE: Tensor, bias_E: Tensor, config: RouterConfig, top_
     as good as its two best experts together.  Among equals the lowest number wins, for
     groups as for experts.  Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     """
-    biased_TE = scores_TE + bias_E
-    if config.top_groups < config.num_groups:
-        biased_TNM = biased_TE.unflatten(1, (config.num_groups, -1))
-        best = min(2, biased_TNM.shape[2])
-        group_TN = biased_TNM.topk(best, dim=2).values.sum(2)
-        chosen = _largest(group_TN, config.top_groups)
-        m_TN = torch.zeros_like(group_TN, dtype=torch.bool).scatter(1, chosen, True)
-        biased_TE = biased_TNM.where(m_TN.unsqueeze(2), -math.inf).flatten(1)
-    return _largest(biased_TE, top_k)
+    if config.top_groups == config.num_groups:
+        return kernels.top_experts(scores_TE, bias_E, top_k)
+    biased_TNM = (scores_TE + bias_E).unflatten(1, (config.num_groups, -1))
+    best = min(2, biased_TNM.shape[2])
+    group_TN = biased_TNM.topk(best, dim=2).values.sum(2)
+    chosen = kernels.top_experts(group_TN, None, config.top_groups)
+    m_TN = torch.zeros_like(group_TN, dtype=torch.bool).scatter(1, chosen, True)
+    eligible_TE = biased_TNM.where(m_TN.unsqueeze(2), -math.inf).flatten(1)
+    return kernels.top_experts(eligible_TE, None, top_k)
 
 
-def _largest(x: Tensor, count: int) -> Tensor:
-    # topk leaves the order of equals open, a stable sort does not.  The copy lets go of the
-    # indices of all the others.
-    return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+class _ShareOfChosen(torch.autograd.Function):
+    """The softmax over the logits of the chosen, which keeps nothing of the others."""
 
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        prob_TK = kernels.weigh_experts(logits_TE, expert_TK)
+        save_for_backward(ctx, prob_TK, expert_TK)
+        ctx.plan = logits_TE.shape[1]
+        return prob_TK
 
-def _count(expert_TK: Tensor, num_experts: int) -> Tensor:
-    # Integers may be added in any order, and nothing is read on the host, unlike bincount.
-    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=expert_TK.device)
-    one_R = torch.ones(expert_TK.numel(), dtype=torch.int32, device=expert_TK.device)
-    return counts_E.scatter_add_(0, expert_TK.flatten(), one_R)
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dprob_TK,) = grads
+        prob_TK, expert_TK = saved_values(ctx)
+        return kernels.weigh_experts_backward(dprob_TK, prob_TK, expert_TK, ctx.plan), None
 
 
 class _Logits(torch.autograd.Function):
@@ -339,16 +356,12 @@ def _gradients_of_parts(
     dlogits_TE: Tensor, x_TH: Tensor | None, weight_EH: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of ``x`` and ``weight`` from three parts of the gradient side by side."""
-    wide, parts, rest_TE = dlogits_TE.dtype, [], dlogits_TE
-    for _ in range(3):
-        parts.append(rest_TE.bfloat16())
-        rest_TE = rest_TE - parts[-1]
-    parts_TP = torch.cat(parts, 1)
-    dx = dweight = None
+    parts_TP, dx, dweight = kernels.bfloat16_parts(dlogits_TE), None, None
     if weight_EH is not None:
-        dx = torch.mm(parts_TP, weight_EH.repeat(3, 1), out_dtype=wide)
+        dx = parts_TP @ weight_EH.repeat(3, 1)
     if x_TH is not None:
-        dweight = torch.mm(parts_TP.t(), x_TH, out_dtype=wide).unflatten(0, (3, -1)).sum(0)
+        dweight = torch.mm(parts_TP.t(), x_TH, out_dtype=torch.float32)
+        dweight = dweight.unflatten(0, (3, -1)).sum(0)
     return dx, dweight
 
 

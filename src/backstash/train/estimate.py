@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from backstash.device import default_device
-from backstash.formats import Format, Usage
+from backstash.formats import Format, HighPrecisionFormat, Usage
+from backstash.recipes import Operand, Phase, Role
 from backstash.stash import pages_for
 
 from .attention import repeats_heads
 from .config import ModelConfig, TrainConfig
 from .metrics import mebibytes
+from .names import layer_name
 
 _INT64, _INT32, _FLOAT32, _FLAG = 8, 4, 4, 1
 
@@ -37,7 +39,7 @@ class Estimate:
         gradient_bytes: gradients at their most, at the end of backward.
         optimizer_bytes: Adam's two means and, for low-precision weights, float32 masters.
         saved_bytes: kept for backward by one forward pass.
-        layer_bytes: of these, one layer's; recomputation needs them once, on top.
+        layer_bytes: of these, the largest layer's; recomputation needs them once, on top.
         stash_bytes: valid rows of the buffers that a stash takes, in the most pages that they
             need; 0 without a stash.
     """
@@ -62,16 +64,17 @@ def estimate(config: TrainConfig) -> Estimate:
     parameters = count_parameters(config.model, experts=config.model.experts)
     itemsize = getattr(torch, config.dtype).itemsize
     has_masters = itemsize < _FLOAT32
-    layer = layer_saved_bytes(config)
-    kept = layer if config.recompute == "none" else layer_input_bytes(config)
+    layers = [layer_saved_bytes(config, layer) for layer in range(config.model.layers)]
+    is_kept = config.recompute == "none"
+    kept = sum(layers) if is_kept else config.model.layers * layer_input_bytes(config)
     return Estimate(
         parameters=parameters,
         active_parameters=count_parameters(config.model, experts=config.model.top_k),
         weight_bytes=parameters * itemsize,
         gradient_bytes=parameters * (itemsize + _FLOAT32 if has_masters else _FLOAT32),
         optimizer_bytes=parameters * _FLOAT32 * (3 if has_masters else 2),
-        saved_bytes=config.model.layers * kept + ends_saved_bytes(config),
-        layer_bytes=layer,
+        saved_bytes=kept + ends_saved_bytes(config),
+        layer_bytes=max(layers),
         stash_bytes=stash_bytes(config),
     )
 
@@ -83,16 +86,20 @@ def stash_bytes(config: TrainConfig) -> int:
     """
     if not config.stash or config.recompute != "none":
         return 0
+    return sum(_stashed_bytes(config, layer) for layer in range(config.model.layers))
+
+
+def _stashed_bytes(config: TrainConfig, layer: int) -> int:
     rows, page_bytes = _rows(config), config.stash_page_bytes
-    shared = _shared_buffers(config)
+    shared = _shared_buffers(config, layer)
     # The router keeps the same values, but not marked as the shared expert marks them.
-    if shared and config.recipe == "high_precision":
+    if shared and _shares_input(config, layer):
         shared.append(layer_input_bytes(config))
-    valid = [*_expert_buffers(config, rows), *shared]
-    room = [*_expert_buffers(config, _buffer_rows(config)), *shared]
+    valid = [*_expert_buffers(config, layer, rows), *shared]
+    room = [*_expert_buffers(config, layer, _buffer_rows(config)), *shared]
     # A buffer that is no larger than a page stays where it is.
     taken = [(1, v) for v, most in zip(valid, room, strict=True) if most > page_bytes]
-    return config.model.layers * pages_for(taken, page_bytes) * page_bytes
+    return pages_for(taken, page_bytes) * page_bytes
 
 
 def count_parameters(model: ModelConfig, *, experts: int) -> int:
@@ -108,9 +115,10 @@ def count_parameters(model: ModelConfig, *, experts: int) -> int:
     return model.layers * (attention + mixture + norms) + 2 * model.vocabulary * hidden + hidden
 
 
-def layer_saved_bytes(config: TrainConfig) -> int:
+def layer_saved_bytes(config: TrainConfig, layer: int) -> int:
     """Return the bytes that one layer keeps."""
-    return _attention_bytes(config) + _mixture_bytes(config) + _shared_bytes(config)
+    parts = _attention_bytes, _mixture_bytes, _shared_bytes
+    return sum(part(config, layer) for part in parts)
 
 
 def layer_input_bytes(config: TrainConfig) -> int:
@@ -129,7 +137,7 @@ def ends_saved_bytes(config: TrainConfig) -> int:
     return ids + table + head + loss
 
 
-def _attention_bytes(config: TrainConfig) -> int:
+def _attention_bytes(config: TrainConfig, layer: int) -> int:
     tokens, model = _tokens(config), config.model
     stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
     features = model.heads * model.head_width
@@ -137,7 +145,9 @@ def _attention_bytes(config: TrainConfig) -> int:
     width = 2 * features + 2 * _kept_kv_heads(config) * model.head_width
     attention = tokens * (width * _itemsize(config) + model.heads * _FLOAT32)
     # A learnt scale is used once, so the matmul after attention keeps columns of its own.
-    own = _columns(config, tokens, features) if config.formats.input.stateful else 0
+    name = layer_name(layer, "projection")
+    is_learnt = _format(config, Operand.INPUT, name).stateful
+    own = _columns(config, name, (tokens, features)) if is_learnt else 0
     return stream + attention + own
 
 
@@ -147,31 +157,34 @@ def _kept_kv_heads(config: TrainConfig) -> int:
     return config.model.heads if is_repeated else config.model.kv_heads
 
 
-def _mixture_bytes(config: TrainConfig) -> int:
+def _mixture_bytes(config: TrainConfig, layer: int) -> int:
     tokens, model = _tokens(config), config.model
     rows, places = _rows(config), _buffer_rows(config)
     stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
     normalized = tokens * model.hidden * _itemsize(config)
-    scores = tokens * (model.experts + (1 if model.top_k > 1 else 0)) * _FLOAT32
-    # Choice and slot of each row, its weight before and after normalization; each place's source.
+    # The scores of all experts are kept for the balance loss, and where one is not a share.
+    needs_scores = model.balance_loss or model.top_k == 1
+    scores = tokens * model.experts * _FLOAT32 if needs_scores else 0
+    # Choice and slot of each row, its weight beside its token and in its place; its source.
     weights = (model.top_k > 1) + (model.capacity_factor is None)
     routing = rows * (2 * _INT64 + weights * _FLOAT32) + places * _INT64
     # The shares of the balance loss, and the number of tokens they are divided by.
     routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
     # How many rows are valid, and whether they fitted.
     valid = _marks(model.experts) if model.capacity_factor is not None else 0
-    kept = sum(_expert_buffers(config, places)) + valid
+    kept = sum(_expert_buffers(config, layer, places)) + valid
     return stream + normalized + scores + routing + kept + _marks(model.experts)
 
 
-def _expert_buffers(config: TrainConfig, rows: int) -> list[int]:
+def _expert_buffers(config: TrainConfig, layer: int, rows: int) -> list[int]:
     """Bytes of what is kept in the experts' order: pre-activation, and a buffer's rows."""
-    model = config.model
-    hidden = _preactivation(config, rows, 2 * model.expert_width, model.experts)
+    model, name = config.model, layer_name(layer, "moe.experts.fc1")
+    hidden = _preactivation(config, name, (rows, 2 * model.expert_width), model.experts)
     # Without a capacity the experts gather from the tokens, which are kept already.
     if model.capacity_factor is None:
         return [hidden]
-    return [hidden, _columns(config, rows, model.hidden, model.experts), rows * _FLOAT32]
+    columns = _columns(config, name, (rows, model.hidden), model.experts)
+    return [hidden, columns, rows * _FLOAT32]
 
 
 def _rows(config: TrainConfig) -> int:
@@ -185,34 +198,44 @@ def _buffer_rows(config: TrainConfig) -> int:
     return _rows(config) if factor is None else math.ceil(factor * _rows(config))
 
 
-def _shared_bytes(config: TrainConfig) -> int:
+def _shared_bytes(config: TrainConfig, layer: int) -> int:
     if not config.model.shared_width:
         return 0
-    return sum(_shared_buffers(config)) + _marks(1) + _FLAG
+    return sum(_shared_buffers(config, layer)) + _marks(1) + _FLAG
 
 
-def _shared_buffers(config: TrainConfig) -> list[int]:
+def _shared_buffers(config: TrainConfig, layer: int) -> list[int]:
     tokens, model = _tokens(config), config.model
     if not model.shared_width:
         return []
-    hidden = _preactivation(config, tokens, 2 * model.shared_width, 1)
+    name = layer_name(layer, "moe.shared.fc1")
+    hidden = _preactivation(config, name, (tokens, 2 * model.shared_width), 1)
     # In high precision its input is the experts' input, which is kept already.
-    is_kept = config.recipe == "high_precision"
-    return [hidden, 0 if is_kept else _columns(config, tokens, model.hidden, 1)]
+    if _shares_input(config, layer):
+        return [hidden, 0]
+    return [hidden, _columns(config, name, (tokens, model.hidden), 1)]
 
 
-def _preactivation(config: TrainConfig, rows: int, columns: int, groups: int) -> int:
-    return _bytes(config.formats.preactivation, config, (rows, columns), Usage.ROWWISE, groups)
+def _shares_input(config: TrainConfig, layer: int) -> bool:
+    name = layer_name(layer, "moe.shared.fc1")
+    return isinstance(_format(config, Operand.INPUT, name), HighPrecisionFormat)
 
 
-def _columns(config: TrainConfig, rows: int, columns: int, groups: int | None = None) -> int:
-    return _bytes(config.formats.input, config, (rows, columns), Usage.COLUMNWISE, groups)
+def _preactivation(config: TrainConfig, name: str, shape: tuple[int, int], groups: int) -> int:
+    format = _format(config, Operand.PREACTIVATION, name)
+    return format.saved_bytes(*shape, getattr(torch, config.dtype), Usage.ROWWISE, groups)
 
 
-def _bytes(
-    format: Format, config: TrainConfig, shape: tuple[int, int], usage: Usage, groups: int | None
+def _columns(
+    config: TrainConfig, name: str, shape: tuple[int, int], groups: int | None = None
 ) -> int:
-    return format.saved_bytes(*shape, getattr(torch, config.dtype), usage, groups)
+    format = _format(config, Operand.INPUT, name)
+    return format.saved_bytes(*shape, getattr(torch, config.dtype), Usage.COLUMNWISE, groups)
+
+
+def _format(config: TrainConfig, operand: Operand, name: str) -> Format:
+    """The format in which the matmul of this name keeps an operand for backward."""
+    return config.formats.format(Role(operand, Phase.BACKWARD, "", name))
 
 
 def _marks(groups: int) -> int:

@@ -1,0 +1,343 @@
+"""Where tokens go, on a GPU: the twins of ``backstash.kernels.reference.routing``, and a sort.
+
+Choosing, counting, sorting and weighing are small jobs, and what they cost is mostly launches:
+here each is one to three of them.  Choices, counts and places are integers, so they are the
+reference's to the last bit.
+
+Rows are sorted by counting, in blocks of rows.  The first launch counts each block's rows of each
+expert; the second adds up the blocks before each block; the third places each row: where its
+expert starts, after the rows of that expert in the blocks before, and before it in its own.
+
+Letters: T tokens, K experts a token, R rows (T * K), E experts, S blocks of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backstash.kernels.blocks import unit_columns
+from backstash.kernels.reference import permute as reference_permute
+from backstash.kernels.reference import routing as reference
+from backstash.kernels.reference.routing import (
+    check_experts,
+    check_parts,
+    check_top,
+    check_weigh,
+)
+
+# Rows of a block, and numbers that a program holds at once.
+_ROWS = 512
+_NUMBERS = 8192
+_FEW_NUMBERS = 2048
+_LANES = 32
+# Past these a program would not hold what it compares; the reference has no such limits.
+_MOST_EXPERTS = 2048
+_MOST_COPIES = 32
+
+
+@triton.jit
+def _top_kernel(
+    p_scores,
+    p_bias,
+    p_expert,
+    tokens,
+    experts,
+    scores_stride,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    i_expert = tl.arange(0, BE)
+    m_token, m_expert = i_token < tokens, i_expert < experts
+    p_row = p_scores + i_token[:, None] * scores_stride + i_expert[None, :]
+    score = tl.load(p_row, mask=m_token[:, None] & m_expert[None, :], other=0)
+    if p_bias is not None:
+        score += tl.load(p_bias + i_expert, mask=m_expert, other=0)[None, :]
+    # Bits of floats as integers in the floats' order; both zeros are one, NaN is the largest.
+    bits = tl.cast(score + 0.0, tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(score != score, 0x7FFFFFFF, bits)
+    # The number counts down, so the lowest is the largest among equals; no two keys are equal.
+    key = bits.to(tl.int64) * 0x100000000 + (BE - 1) - i_expert[None, :]
+    least: tl.constexpr = -0x8000000000000000
+    key = tl.where(m_expert[None, :], key, least)
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+        best = tl.max(key, 1)
+        tl.store(p_expert + i_token * K + k, BE - 1 - (best & 0xFFFFFFFF), mask=m_token)
+        key = tl.where(key == best[:, None], least, key)
+
+
+@triton.jit
+def _numbers(p_expert, i_row, rows, experts, BE: tl.constexpr):
+    """The expert of each row: E for nobody, the last lane for rows that are not there."""
+    expert = tl.load(p_expert + i_row, mask=i_row < rows, other=0)
+    expert = tl.where((expert < 0) | (expert >= experts), experts, expert).to(tl.int32)
+    return tl.where(i_row < rows, expert, BE - 1)
+
+
+@triton.jit
+def _count_kernel(
+    p_expert, p_count, rows, experts, B: tl.constexpr, STEP: tl.constexpr, BE: tl.constexpr
+):
+    """How many rows of each expert there are in one block: ``(S, BE)``."""
+    i_expert = tl.arange(0, BE)
+    count = tl.zeros([BE], tl.int32)
+    for first in range(0, B, STEP):
+        i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
+        expert = _numbers(p_expert, i_row, rows, experts, BE)
+        count += tl.sum((expert[:, None] == i_expert[None, :]).to(tl.int32), 0)
+    tl.store(p_count + tl.program_id(0) * BE + i_expert, count)
+
+
+@triton.jit
+def _add_up_kernel(
+    p_count, p_total, blocks, experts, LINES: tl.constexpr, LANES: tl.constexpr, BE: tl.constexpr
+):
+    """Each block's counts become those of the blocks before it; totals of a few experts."""
+    i_expert = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    before = tl.zeros([LANES], tl.int32)
+    for first in range(0, blocks, LINES):
+        i_block = first + tl.arange(0, LINES)
+        mask = (i_block < blocks)[:, None]
+        p_tile = p_count + i_block[:, None] * BE + i_expert[None, :]
+        count = tl.load(p_tile, mask=mask, other=0)
+        tl.store(p_tile, tl.cumsum(count, 0) - count + before[None, :], mask=mask)
+        before += tl.sum(count, 0)
+    tl.store(p_total + i_expert, before, mask=i_expert < experts)
+
+
+@triton.jit
+def _place_kernel(
+    p_expert,
+    p_count,
+    p_total,
+    p_source,
+    p_slots,
+    rows,
+    experts,
+    copies,
+    B: tl.constexpr,
+    STEP: tl.constexpr,
+    BE: tl.constexpr,
+):
+    i_expert = tl.arange(0, BE)
+    total = tl.load(p_total + i_expert, mask=i_expert < experts, other=0)
+    # Nobody's rows come after everybody's: that lane starts at the sum of all.
+    place = tl.cumsum(total, 0) - total + tl.load(p_count + tl.program_id(0) * BE + i_expert)
+    for first in range(0, B, STEP):
+        i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
+        expert = _numbers(p_expert, i_row, rows, experts, BE)
+        is_its = (expert[:, None] == i_expert[None, :]).to(tl.int32)
+        slot_at = tl.cumsum(is_its, 0) - 1 + place[None, :]
+        slot = tl.sum(tl.where(is_its > 0, slot_at, 0), 1)
+        place += tl.sum(is_its, 0)
+        tl.store(p_slots + i_row, slot.to(tl.int64), mask=i_row < rows)
+        tl.store(p_source + slot, (i_row // copies).to(tl.int64), mask=i_row < rows)
+
+
+@triton.jit
+def _weigh_kernel(
+    p_logits,
+    p_expert,
+    p_prob,
+    tokens,
+    logits_stride,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    i_copy = tl.arange(0, BK)
+    mask = (i_token < tokens)[:, None] & (i_copy < K)[None, :]
+    o_copy = i_token[:, None] * K + i_copy[None, :]
+    expert = tl.load(p_expert + o_copy, mask=mask, other=0)
+    p_logit = p_logits + i_token[:, None] * logits_stride + expert
+    logit = tl.load(p_logit, mask=mask, other=float("-inf"))
+    largest = tl.where(i_token < tokens, tl.max(logit, 1), 0.0)
+    power = tl.exp(logit - largest[:, None])
+    total = tl.where(i_token < tokens, tl.sum(power, 1), 1.0)
+    tl.store(p_prob + o_copy, power / total[:, None], mask=mask)
+
+
+@triton.jit
+def _weigh_backward_kernel(
+    p_dprob,
+    p_prob,
+    p_expert,
+    p_dlogits,
+    tokens,
+    experts,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    i_expert = tl.arange(0, BE)
+    m_token = i_token < tokens
+    mean = tl.zeros([BT], tl.float32)
+    for k in range(K):
+        prob = tl.load(p_prob + i_token * K + k, mask=m_token, other=0)
+        mean += prob * tl.load(p_dprob + i_token * K + k, mask=m_token, other=0)
+    dlogits = tl.zeros([BT, BE], tl.float32)
+    for k in range(K):
+        prob = tl.load(p_prob + i_token * K + k, mask=m_token, other=0)
+        dprob = tl.load(p_dprob + i_token * K + k, mask=m_token, other=0)
+        expert = tl.load(p_expert + i_token * K + k, mask=m_token, other=-1)
+        is_its = expert[:, None] == i_expert[None, :]
+        dlogits += tl.where(is_its, (prob * (dprob - mean))[:, None], 0.0)
+    p_row = p_dlogits + i_token[:, None] * experts + i_expert[None, :]
+    tl.store(p_row, dlogits, mask=m_token[:, None] & (i_expert < experts)[None, :])
+
+
+@triton.jit
+def _parts_kernel(p_x, p_parts, rows, columns, BT: tl.constexpr, BE: tl.constexpr):
+    chunks = tl.cdiv(columns, BE)
+    i_row = (tl.program_id(0) // chunks).to(tl.int64) * BT + tl.arange(0, BT)
+    i_column = (tl.program_id(0) % chunks) * BE + tl.arange(0, BE)
+    mask = (i_row < rows)[:, None] & (i_column < columns)[None, :]
+    rest = tl.load(p_x + i_row[:, None] * columns + i_column[None, :], mask=mask, other=0)
+    p_part = p_parts + i_row[:, None] * (3 * columns) + i_column[None, :]
+    for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        rounded = rest.to(tl.bfloat16)
+        tl.store(p_part + part * columns, rounded, mask=mask)
+        rest -= rounded.to(tl.float32)
+
+
+def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
+    """The experts with the largest ``scores + bias``, best first: ``(T, K)`` int64."""
+    check_top(scores_TE, top_k)
+    tokens, experts = scores_TE.shape
+    values = [scores_TE] if bias_E is None else [scores_TE, bias_E]
+    is_other = any(value.dtype is not torch.float32 for value in values)
+    if is_other or experts > _MOST_EXPERTS or top_k > _MOST_COPIES:
+        return reference.top_experts(scores_TE, bias_E, top_k)
+    scores_TE = unit_columns(scores_TE)
+    expert_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
+    tile = {"K": top_k, **_tile(experts)}
+    if expert_TK.numel():
+        _top_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+            scores_TE,
+            None if bias_E is None else bias_E.contiguous(),
+            expert_TK,
+            tokens,
+            experts,
+            scores_TE.stride(0),
+            **tile,
+        )
+    return expert_TK
+
+
+def count_experts(expert_TK: Tensor, num_experts: int) -> Tensor:
+    """How many rows go to each expert: ``(E,)`` int32; numbers outside are counted nowhere."""
+    check_experts("count_experts", expert_TK)
+    if num_experts > _MOST_EXPERTS:
+        return reference.count_experts(expert_TK, num_experts)
+    return _count(expert_TK.contiguous(), num_experts)[1]
+
+
+def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one."""
+    check_experts("sort_by_expert", expert_TK)
+    if num_experts > _MOST_EXPERTS:
+        return reference_permute.sort_by_expert(expert_TK, num_experts)
+    expert_TK = expert_TK.contiguous()
+    new = {"dtype": torch.int64, "device": expert_TK.device}
+    source_R = torch.empty(expert_TK.numel(), **new)
+    slots_TK = torch.empty(expert_TK.shape, **new)
+    count_SB, total_E = _count(expert_TK, num_experts)
+    if len(source_R):
+        _place_kernel[(len(count_SB),)](
+            expert_TK,
+            count_SB,
+            total_E,
+            source_R,
+            slots_TK,
+            len(source_R),
+            num_experts,
+            expert_TK.shape[1],
+            **_steps(num_experts),
+        )
+    return source_R, slots_TK, total_E
+
+
+def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    """The weights of the chosen: the softmax over their logits, ``(T, K)``."""
+    check_weigh(logits_TE, expert_TK)
+    copies = expert_TK.shape[1]
+    if logits_TE.dtype is not torch.float32 or copies > _MOST_COPIES:
+        return reference.weigh_experts(logits_TE, expert_TK)
+    logits_TE, tokens = unit_columns(logits_TE), len(logits_TE)
+    prob_TK = torch.empty(tokens, copies, dtype=torch.float32, device=logits_TE.device)
+    tile: dict[str, Any] = {"K": copies, "BK": triton.next_power_of_2(max(copies, 1)), "BT": 64}
+    if prob_TK.numel():
+        _weigh_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+            logits_TE, expert_TK.contiguous(), prob_TK, tokens, logits_TE.stride(0), **tile
+        )
+    return prob_TK
+
+
+def weigh_experts_backward(
+    dprob_TK: Tensor, prob_TK: Tensor, expert_TK: Tensor, num_experts: int
+) -> Tensor:
+    """The gradient of :func:`weigh_experts`' logits, ``(T, E)`` in ``prob_TK``'s dtype."""
+    tokens, copies = prob_TK.shape
+    is_large = num_experts > _MOST_EXPERTS or copies > _MOST_COPIES
+    if is_large or prob_TK.dtype is not torch.float32:
+        return reference.weigh_experts_backward(dprob_TK, prob_TK, expert_TK, num_experts)
+    new = {"dtype": torch.float32, "device": prob_TK.device}
+    dlogits_TE = torch.empty(tokens, num_experts, **new)
+    tile = {"K": copies, **_tile(num_experts)}
+    if dlogits_TE.numel():
+        _weigh_backward_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+            dprob_TK.contiguous(),
+            prob_TK.contiguous(),
+            expert_TK.contiguous(),
+            dlogits_TE,
+            tokens,
+            num_experts,
+            **tile,
+        )
+    return dlogits_TE
+
+
+def bfloat16_parts(x_TE: Tensor) -> Tensor:
+    """Three bfloat16 side by side, ``(T, 3 E)``, that add up to a float32 almost exactly."""
+    check_parts(x_TE)
+    rows, columns = x_TE.shape
+    parts_TP = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=x_TE.device)
+    tile = _tile(columns)
+    programs = triton.cdiv(rows, tile["BT"]) * triton.cdiv(columns, tile["BE"])
+    if programs:
+        _parts_kernel[(programs,)](x_TE.contiguous(), parts_TP, rows, columns, **tile)
+    return parts_TP
+
+
+def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Rows of each expert in the blocks before each block ``(S, BE)``, and in all ``(E,)``."""
+    rows, tile = expert_TK.numel(), _steps(num_experts)
+    new = {"dtype": torch.int32, "device": expert_TK.device}
+    blocks, lanes = triton.cdiv(rows, _ROWS), tile["BE"]
+    count_SB, total_E = torch.empty(blocks, lanes, **new), torch.empty(num_experts, **new)
+    if blocks:
+        _count_kernel[(blocks,)](expert_TK, count_SB, rows, num_experts, **tile)
+    if num_experts:
+        sizes: dict[str, Any] = {"LINES": 64, "LANES": _LANES, "BE": lanes}
+        _add_up_kernel[(lanes // _LANES,)](count_SB, total_E, blocks, num_experts, **sizes)
+    return count_SB, total_E
+
+
+def _steps(num_experts: int) -> dict[str, Any]:
+    # A lane more for nobody, and one more for rows that are not there.
+    lanes = max(_LANES, triton.next_power_of_2(num_experts + 2))
+    return {"B": _ROWS, "STEP": max(2, _NUMBERS // lanes), "BE": lanes}
+
+
+def _tile(columns: int) -> dict[str, Any]:
+    width = min(_FEW_NUMBERS, max(16, triton.next_power_of_2(max(columns, 1))))
+    return {"BT": _FEW_NUMBERS // width, "BE": width}

@@ -1,0 +1,170 @@
+"""Choosing, counting, sorting and weighing experts: the reference, and its twins beside it.
+
+The twins run in Triton's interpreter and on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from backstash import kernels
+from backstash.errors import DtypeError, ShapeError
+from host_reads import no_host_reads
+from twin_cases import assert_twin_bytes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+by_device = pytest.mark.parametrize("device", DEVICES)
+SIZES = [(1, 1, 1), (63, 2, 5), (70, 3, 30), (30, 8, 128), (20, 6, 300)]
+by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+NAN, INFINITY = float("nan"), float("inf")
+
+
+# Triton must be told to interpret before it is imported: this starts a run that is.
+@pytest.mark.slow
+def test_the_interpreted_kernels_pass_these_tests() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def twin(name):
+    return getattr(importlib.import_module("backstash.kernels.routing"), name)
+
+
+def scores_with_ties(tokens, experts):
+    scores = torch.rand(tokens, experts)
+    scores[:, -1] = scores[:, 0]
+    scores[0] = 0.25
+    for row, value in enumerate([NAN, INFINITY, -INFINITY, -0.0], start=1):
+        if row < tokens:
+            scores[row, row % experts] = value
+    if tokens > 5:
+        scores[5] = -scores[5]
+    return scores
+
+
+@by_device
+@by_size
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_a_choice_is_the_references(size, biased, device):
+    tokens, top_k, experts = size
+    scores = scores_with_ties(tokens, experts)
+    bias = torch.randn(experts).round(decimals=1) if biased else None
+    wanted = kernels.top_experts(scores, bias, top_k)
+    scores, bias = scores.to(device), None if bias is None else bias.to(device)
+    got = twin("top_experts")(scores, bias, top_k)
+    with no_host_reads(device):
+        again = twin("top_experts")(scores, bias, top_k)
+    assert_twin_bytes(got, wanted)
+    assert_twin_bytes(again, wanted)
+
+
+@by_device
+@by_size
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("first", [0, -1], ids=["all", "nobody-too"])
+def test_rows_are_counted_and_sorted_as_by_the_reference(size, dtype, first, device):
+    tokens, top_k, experts = size
+    expert_TK = torch.randint(first, experts - 2 * first, (tokens, top_k), dtype=dtype)
+    wanted = kernels.sort_by_expert(expert_TK, experts)
+    counts = kernels.count_experts(expert_TK, experts)
+    expert_TK = expert_TK.to(device)
+    twin("sort_by_expert")(expert_TK, experts)
+    with no_host_reads(device):
+        got = twin("sort_by_expert")(expert_TK, experts)
+        got_counts = twin("count_experts")(expert_TK, experts)
+    for one, other in zip(got, wanted, strict=True):
+        assert_twin_bytes(one, other)
+    assert_twin_bytes(got_counts, counts)
+    assert torch.equal(counts, wanted[2])
+
+
+@by_device
+@pytest.mark.parametrize("expert", [0, 4, 5], ids=["first", "last", "nobody"])
+def test_one_expert_may_have_every_row_and_a_block_many(expert, device):
+    expert_TK = torch.full((1500, 2), expert, dtype=torch.int64)
+    wanted = kernels.sort_by_expert(expert_TK, 5)
+    for one, other in zip(twin("sort_by_expert")(expert_TK.to(device), 5), wanted, strict=True):
+        assert_twin_bytes(one, other)
+
+
+@by_device
+@by_size
+def test_weights_and_their_gradient_are_the_references(size, device):
+    tokens, top_k, experts = size
+    logits, dprob = 9 * torch.randn(tokens, experts), torch.randn(tokens, top_k)
+    expert_TK = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
+    wide = kernels.weigh_experts(logits.double(), expert_TK)
+    wide_back = kernels.weigh_experts_backward(dprob.double(), wide, expert_TK, experts)
+    logits, dprob, expert_TK = (v.to(device) for v in (logits, dprob, expert_TK))
+    prob = twin("weigh_experts")(logits, expert_TK)
+    dlogits = twin("weigh_experts_backward")(dprob, prob, expert_TK, experts)
+    torch.testing.assert_close(prob.cpu().double(), wide, rtol=1.3e-6, atol=1e-6)
+    torch.testing.assert_close(dlogits.cpu().double(), wide_back, rtol=1.3e-6, atol=1e-6)
+
+
+# The interpreter cuts a bfloat16 off instead of rounding it.
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 1), (63, 5), (40, 128), (3, 3000)], ids=str)
+def test_parts_are_the_references(size):
+    x = torch.randn(size) * torch.exp(5 * torch.randn(size))
+    assert_twin_bytes(kernels.bfloat16_parts(x.cuda()), kernels.bfloat16_parts(x))
+
+
+@by_device
+def test_without_tokens_nobody_has_rows(device):
+    none = torch.empty(0, 2, dtype=torch.int64, device=device)
+    source, slots, counts = twin("sort_by_expert")(none, 3)
+    assert (source.shape, slots.shape, counts.tolist()) == ((0,), (0, 2), [0, 0, 0])
+    logits = torch.empty(0, 3, device=device)
+    assert twin("top_experts")(logits, None, 2).shape == (0, 2)
+    assert twin("weigh_experts")(logits, none).shape == (0, 2)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_weights_are_each_score_divided_by_the_sum_of_the_chosen(size):
+    tokens, top_k, experts = size
+    logits = torch.randn(tokens, experts, dtype=torch.float64, requires_grad=True)
+    expert_TK = torch.rand(tokens, experts).argsort(1)[:, :top_k]
+    scores = logits.softmax(1).gather(1, expert_TK)
+    wanted = scores / scores.sum(1, keepdim=True)
+    dprob = torch.randn(tokens, top_k, dtype=torch.float64)
+    (dlogits,) = torch.autograd.grad(wanted, logits, dprob)
+    prob = kernels.weigh_experts(logits.detach(), expert_TK)
+    torch.testing.assert_close(prob, wanted)
+    back = kernels.weigh_experts_backward(dprob, prob, expert_TK, experts)
+    torch.testing.assert_close(back, dlogits)
+
+
+def test_three_parts_add_up_to_all_bits_of_a_float32():
+    x = torch.randn(50, 7)
+    parts = kernels.bfloat16_parts(x).unflatten(1, (3, 7)).double().sum(1)
+    assert torch.equal(parts, x.double())
+
+
+def test_what_does_not_fit_is_refused():
+    whole = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ShapeError, match="at least 3 experts"):
+        kernels.top_experts(torch.zeros(4, 2), None, 3)
+    with pytest.raises(ShapeError, match=r"count_experts needs \(T, K\)"):
+        kernels.count_experts(whole[0], 2)
+    with pytest.raises(DtypeError, match="int32 or int64"):
+        kernels.count_experts(whole.float(), 2)
+    with pytest.raises(ShapeError, match="a row for each token"):
+        kernels.weigh_experts(torch.zeros(3, 2), whole)
+    with pytest.raises(DtypeError, match="needs float32"):
+        kernels.bfloat16_parts(torch.zeros(2, 2, dtype=torch.float64))
