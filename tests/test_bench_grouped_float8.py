@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[grouped_float8.Work]:
         _b: object,
         **rest: object,
     ) -> Tensor:
+        offs: Any = rest["offs"]
+        if b.ndim == 2:
+            scale_GN, scale_GK = (scale.view(len(offs), -1) for scale in (scale_a, scale_b))
+            sums_GNK = grouped(a.float(), b.float(), offs)
+            return (sums_GNK * scale_GN.unsqueeze(2) * scale_GK.unsqueeze(1)).bfloat16()
         values = a.float() * scale_a.unsqueeze(1), b.float() * scale_b.unsqueeze(1)
-        return grouped(*values, offs=rest["offs"]).bfloat16()  # pyright: ignore
+        return grouped(*values, offs=offs).bfloat16()
 
     monkeypatch.setattr(grouped_float8.F, "grouped_mm", grouped)
     monkeypatch.setattr(grouped_float8.F, "scaled_grouped_mm", scaled)
@@ -42,12 +48,21 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[grouped_float8.Work]:
     return list(grouped_float8.works(SIZE, ends_G))
 
 
-def test_each_product_is_compared_in_three_ways(works: list[grouped_float8.Work]) -> None:
+def test_every_product_is_compared_with_torchs_and_with_bfloat16(
+    works: list[grouped_float8.Work],
+) -> None:
+    beside = ["codes beside bfloat16", "quantized beside bfloat16"]
     assert [work.what for work in works] == [
-        f"{product}, {how}"
-        for product in ("forward", "gradient of rows", "gradient of weights")
-        for how in ("codes", "codes beside bfloat16", "quantized beside bfloat16")
+        *(f"forward, {how}" for how in ["codes", *beside]),
+        *(f"gradient of rows, {how}" for how in ["codes", "codes in order", *beside]),
+        *(f"gradient of weights, {how}" for how in ["codes", "codes in order", *beside]),
+        "both gradients, quantized beside bfloat16",
     ]
+
+
+def test_torchs_speed_is_wanted_as_of_plain_values(works: list[grouped_float8.Work]) -> None:
+    for work in works:
+        assert (work.target is None) is ("beside" not in work.what)
 
 
 def test_both_sides_multiply_the_same(works: list[grouped_float8.Work]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.bench import grouped_codes, grouped_float8
+from backstash.bench.grouped_float8 import Result
 from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
@@ -79,11 +80,16 @@ def measure(repeats: int) -> list[MatmulRow]:
                 for work in works(size, ends_G):
                     check_outputs(work.what, work.ours(), work.theirs(), work.tolerance)
                     pair = time_gpu_pair(work.ours, work.theirs, repeats)
-                    rows.append(_row(f"{name}{work.what}, {load}", size, work.target, pair))
+                    wanted = target if work.target is None else work.target
+                    rows.append(
+                        _row(f"{name}{work.what}, {load}", size, wanted, pair, work.products)
+                    )
     return rows
 
 
-def _row(what: str, size: tuple[int, int, int, int], target: float, pair: Pair) -> MatmulRow:
+def _row(
+    what: str, size: tuple[int, int, int, int], target: float, pair: Pair, products: int = 1
+) -> MatmulRow:
     T, K, N, G = size
     return MatmulRow(
         case="grouped_mm",
@@ -94,7 +100,7 @@ def _row(what: str, size: tuple[int, int, int, int], target: float, pair: Pair) 
         device=device_name(default_device()),
         features=(K, N),
         groups=G,
-        tflops=2 * T * K * N / pair.ours_us / 1e6,
+        tflops=2 * T * K * N * products / pair.ours_us / 1e6,
     )
 
 
@@ -134,15 +140,17 @@ def group_ends(T: int, G: int, load: str) -> Tensor:
     return count_G.cumsum(0).int()
 
 
-def check_outputs(what: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> None:
+def check_outputs(what: str, ours: Result, theirs: Result, tolerance: float = 1e-2) -> None:
     """Refuse to time a product that is not the yardstick's, as near as ``tolerance`` says.
 
     Raises:
         RuntimeError: It is not.
     """
-    difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-    if not difference <= tolerance:
-        raise RuntimeError(f"{what}: outputs differ by {difference:.1e}; nothing is timed")
+    both = ((one,) if isinstance(one, Tensor) else one for one in (ours, theirs))
+    for found, wanted in zip(*both, strict=True):
+        difference = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        if not difference <= tolerance:
+            raise RuntimeError(f"{what}: outputs differ by {difference:.1e}; nothing is timed")
 
 
 def show(rows: Sequence[MatmulRow]) -> None:
