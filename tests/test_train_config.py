@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from backstash.errors import ConfigError
+from backstash.formats import HIGH_PRECISION
+from backstash.recipes import Operand, Phase, Role
 from backstash.train.config import (
     ModelConfig,
     OptimizerConfig,
@@ -17,6 +19,7 @@ from backstash.train.config import (
     config_from_json,
     config_to_json,
 )
+from backstash.train.names import matmul_names
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -51,6 +54,8 @@ WRONG: list[tuple[Any, str, Any]] = [
     (TrainConfig, "recipe", "mxfp9"),
     (TrainConfig, "recipe", None),
     (TrainConfig, "preactivation", "float8_delayed"),
+    *((TrainConfig, "keep_high_precision", value) for value in ("*", ["*"], (3,), ("head",))),
+    *((TrainConfig, "keep_high_precision", (name,)) for name in ("layers.4.*", "*.shared.*")),
     *((TrainConfig, "device", value) for value in ("tpu", "cuda:x", "cpu:1", 0)),
     (TrainConfig, "run", "runs/x"),
     (TrainConfig, "data", "text"),
@@ -87,7 +92,11 @@ def test_configs_cannot_be_changed() -> None:
 
 def test_a_config_written_as_json_comes_back_equal() -> None:
     config = TrainConfig(
-        run=Path("a/b"), data=Path("text"), model=ModelConfig(layers=7), stop_after=3
+        run=Path("a/b"),
+        data=Path("text"),
+        model=ModelConfig(layers=7),
+        stop_after=3,
+        keep_high_precision=("layers.6.*", "*.qkv"),
     )
     written = json.loads(json.dumps(config_to_json(config)))
     assert config_from_json(written, TrainConfig) == config
@@ -110,6 +119,14 @@ def test_the_recipe_keeps_preactivations_as_the_config_says() -> None:
     config = TrainConfig(recipe="mxfp8", preactivation="float8_current")
     assert config.formats.name == "mxfp8"
     assert config.formats.preactivation.name == "float8_current"
+
+
+def test_matmuls_are_kept_in_high_precision_by_name() -> None:
+    config = TrainConfig(keep_high_precision=("layers.0.*", "*.fc2"))
+    for name in matmul_names(config.model.layers, is_shared=False):
+        format = config.formats.format(Role(Operand.INPUT, Phase.FORWARD, "Linear", name))
+        is_kept = name.startswith("layers.0.") or name.endswith("fc2")
+        assert (format is HIGH_PRECISION) is is_kept
 
 
 def test_a_step_learns_from_all_passes() -> None:

@@ -53,6 +53,23 @@ def test_saved_bytes_are_those_that_the_meter_counts(
     assert estimate(config).saved_bytes == kept(config)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "patterns", [("layers.0.*",), ("*.moe.experts.*",), ("*.projection", "*.shared.fc1")], ids=str
+)
+def test_what_stays_in_high_precision_by_name_is_counted(
+    recipe: str, patterns: tuple[str, ...]
+) -> None:
+    config = TrainConfig(
+        batch=3,
+        recipe=recipe,
+        preactivation="mxfp8",
+        keep_high_precision=patterns,
+        model=small_model(shared_width=24, layers=2),
+    )
+    assert estimate(config).saved_bytes == kept(config)
+
+
 def test_reentrant_recomputation_keeps_the_inputs_of_layers() -> None:
     config = TrainConfig(batch=2, recompute="reentrant", model=small_model())
     assert estimate(config).saved_bytes == kept(config)

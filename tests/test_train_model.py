@@ -98,7 +98,7 @@ def test_embedding_and_head_stay_in_high_precision(monkeypatch: pytest.MonkeyPat
 
     def spy(self: QuantizedModule, linear: str = "") -> Any:
         call = capture(self, linear)
-        seen[self.name or type(self).__name__] = call.recipe.name
+        seen[self.name] = call.recipe.name
         return call
 
     monkeypatch.setattr(QuantizedModule, "capture", spy)
@@ -106,7 +106,9 @@ def test_embedding_and_head_stay_in_high_precision(monkeypatch: pytest.MonkeyPat
     with autocast(recipe=recipe("mxfp8")):
         model(batch(model)[0])
     assert seen.pop("head") == "high_precision"
-    assert seen == dict.fromkeys(("qkv", "projection", "GroupedMLP"), "mxfp8")
+    parts = ("qkv", "projection", "moe.experts")
+    names = [f"layers.{i}.{part}" for i in range(len(model.layers)) for part in parts]
+    assert seen == dict.fromkeys(names, "mxfp8")
 
 
 def test_no_position_sees_a_later_token() -> None:

@@ -22,6 +22,8 @@ from backstash.errors import ConfigError, RecipeError
 from backstash.formats import FLOAT8_CURRENT, HIGH_PRECISION, MXFP8
 from backstash.recipes import Recipe, recipe
 
+from .names import check_patterns, matmul_names
+
 Start = Literal["new", "fresh", "resume"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "reentrant", "non_reentrant"]
@@ -160,6 +162,9 @@ class TrainConfig:
     """Recipe by name: which tensors are kept in which low-precision format."""
     preactivation: Preactivation = "high_precision"
     """Format in which experts keep their activation's input, most of what a step keeps."""
+    keep_high_precision: tuple[str, ...] = ()
+    """Matmuls that no recipe touches, by patterns of names such as 'layers.0.*' and '*.moe.*'; each
+    layer has qkv, projection, moe.experts.fc1 and fc2, moe.shared.fc1 and fc2."""
     dtype: ComputeDtype = "float32"
     """What weights and activations are computed in; the optimizer's state is float32."""
     device: str = "auto"
@@ -224,13 +229,19 @@ class TrainConfig:
         check_instance(self, "optimizer", OptimizerConfig)
         check_instance(self, "stash", bool)
         check_stash(self)
+        names = matmul_names(self.model.layers, is_shared=self.model.shared_width > 0)
+        check_patterns(self.keep_high_precision, names)
         check_recipe(self)
         check_device_name(self.device)
 
     @property
     def formats(self) -> Recipe:
         """The recipe itself."""
-        return recipe(self.recipe, preactivation=_FORMATS[self.preactivation])
+        return recipe(
+            self.recipe,
+            preactivation=_FORMATS[self.preactivation],
+            keep_high_precision=self.keep_high_precision,
+        )
 
     @property
     def step_tokens(self) -> int:
@@ -328,8 +339,13 @@ Config = TypeVar("Config", TrainConfig, ModelConfig, OptimizerConfig)
 
 def config_to_json(config: Any) -> dict[str, Any]:
     """Return the config as plain JSON values, nested as the config is."""
-    values = dataclasses.asdict(config)
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+    return {name: _as_json(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def config_from_json(values: Mapping[str, Any], kind: type[Config]) -> Config:
@@ -354,6 +370,8 @@ def config_from_json(values: Mapping[str, Any], kind: type[Config]) -> Config:
             fields["model"] = config_from_json(fields["model"], ModelConfig)
         if "optimizer" in fields:
             fields["optimizer"] = config_from_json(fields["optimizer"], OptimizerConfig)
+        if isinstance(patterns := fields.get("keep_high_precision"), list):
+            fields["keep_high_precision"] = tuple(patterns)
         for name in ("run", "data", "tokenizer"):
             if isinstance(fields.get(name), str):
                 fields[name] = Path(fields[name])

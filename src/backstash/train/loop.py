@@ -274,7 +274,9 @@ def _check_finite(loss: Tensor, norm: Tensor, step: int) -> None:
 
 def check_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raise :class:`CheckpointError` if a field that decides values differs."""
-    before, now = checkpoint.facts.get("config", {}), config_to_json(config)
+    # An option that is newer than the checkpoint had then what is now its default.
+    before = config_to_json(TrainConfig()) | checkpoint.facts.get("config", {})
+    now = config_to_json(config)
     differing = [
         f"{part}{key} was {old.get(key)!r} and is {value!r}"
         for part, old, new in (

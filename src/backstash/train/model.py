@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash.moe import Local, MoE, RouterConfig
 from backstash.nn import LayerNormLinear, Linear
+from backstash.nn.module import name_modules
 from backstash.recipes import autocast
 
 from .attention import attend, rotary_table
@@ -82,7 +83,6 @@ class Decoder(nn.Module):
             bias=False,
             dtype=dtype,
             normalization="RMSNorm",
-            name="head",
         )
         self.register_buffer(
             "table_2SD",
@@ -90,6 +90,7 @@ class Decoder(nn.Module):
             persistent=False,
         )
         initialize(self, config)
+        name_modules(self)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits ``(B, S, vocabulary)`` of each next token."""
@@ -147,14 +148,12 @@ class Layer(nn.Module):
             bias=False,
             dtype=dtype,
             normalization="RMSNorm",
-            name="qkv",
         )
         self.projection = Linear(
             features,
             config.hidden,
             bias=False,
             dtype=dtype,
-            name="projection",
             save_original_input=save_original_input,
         )
         self.norm = RMSNorm(config.hidden, dtype=dtype)
