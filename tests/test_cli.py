@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from backstash import cli, device
 from backstash.errors import CheckpointError
 from backstash.recipes import recipe_names
 from backstash.train import metrics
+from backstash.train.config import config_to_json
 from backstash.train.folder import RunFolder
 from backstash.train.metrics import read_metrics
 from train_cases import write_text
@@ -81,6 +83,28 @@ def test_a_stopped_run_is_resumed_with_its_own_options(capsys: pytest.CaptureFix
     assert "backstash train --resume run" in capsys.readouterr().out
     assert backstash("train", "--resume", "run") == 0
     assert [r["step"] for r in read_metrics(Path("run/metrics.jsonl"))] == [0, 1, 2, 3]
+
+
+def test_matmuls_are_kept_in_high_precision_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ("--keep-high-precision", "layers.0.qkv", "*.fc2")
+    assert train("--stop-after", "2", *kept) == 0
+    assert RunFolder(Path("run")).read_config().keep_high_precision == kept[1:]
+    assert backstash("train", "--resume", "run") == 0
+    assert train("--start", "fresh", "--keep-high-precision", "head") == 2
+    assert "'head' names none; pass names from layers.0.qkv" in capsys.readouterr().err
+
+
+def test_a_run_from_before_an_option_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(config: Any) -> dict[str, Any]:
+        values = config_to_json(config)
+        del values["keep_high_precision"]
+        return values
+
+    with monkeypatch.context() as older:
+        older.setattr("backstash.train.loop.config_to_json", without)
+        older.setattr("backstash.train.folder.config_to_json", without)
+        assert train("--stop-after", "2") == 0
+    assert backstash("train", "--resume", "run") == 0
 
 
 def test_resumed_options_may_not_change_the_run(capsys: pytest.CaptureFixture[str]) -> None:
