@@ -67,6 +67,23 @@ def test_values_and_gradients_are_their_definition(activation, rows, weighted, d
 
 
 @by_activation
+def test_gradients_and_the_activation_are_written_where_asked(activation):
+    columns = 6 * (1 + kernels.ACTIVATIONS[activation])
+    h, da, prob = torch.randn(5, columns), torch.randn(5, 6), torch.rand(5)
+    rooms = [torch.full((9, *size), float("nan")) for size in ((columns,), (), (6,))]
+    into = kernels.ActivationGradients(*(room[1:6] for room in rooms))
+    got = kernels.activate_backward(da, h, prob, activation, into)
+    wanted = (
+        *kernels.activate_backward(da, h, prob, activation),
+        kernels.activate(h, prob, activation),
+    )
+    assert all(map(torch.equal, into, wanted))
+    assert got[0] is into.dh_TF
+    assert got[1] is into.dprob_T
+    assert all(room[[0, 6, 7, 8]].isnan().all() for room in rooms)
+
+
+@by_activation
 def test_a_weight_of_one_changes_no_bit(activation):
     h, da, _ = make(63, activation, torch.float32, weighted=False)
     one = torch.ones(63)

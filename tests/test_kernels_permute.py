@@ -115,6 +115,15 @@ def test_on_a_gpu_nothing_is_read_on_the_host(choice):
     assert torch.equal(y.cpu(), kernels.unpermute(x.cpu()[wanted[0]], wanted[1]))
 
 
+def test_sums_are_written_into_columns_of_a_larger_matrix():
+    y, slots = torch.randn(6, 3), torch.randperm(6).view(3, 2)
+    room = torch.full((3, 7), float("nan"))
+    got = kernels.unpermute(y, slots, out=room[:, 2:5])
+    assert torch.equal(room[:, 2:5], kernels.unpermute(y, slots))
+    assert got.data_ptr() == room[:, 2:5].data_ptr()
+    assert int(room.isnan().sum()) == 12
+
+
 def test_what_does_not_fit_is_refused_with_a_remedy():
     with pytest.raises(ShapeError, match="row of expert numbers"):
         kernels.sort_by_expert(torch.zeros(4, dtype=torch.int64), 2)

@@ -49,6 +49,20 @@ def test_activations_are_the_references(activation, weighted, size, dtype):
     assert_near(got, wanted)
     assert_near(dh, wanted_back[0])
     assert_near(dprob, wanted_back[1], terms=columns)
+    rooms = [None if v is None else room_for(v) for v in (dh, dprob, got)]
+    into = kernels.ActivationGradients(*(None if r is None else r[2:-3] for r in rooms))
+    kernels.activate_backward(da, h, prob, activation, into)
+    for room, written in zip(rooms, (dh, dprob, got), strict=True):
+        if room is not None:
+            assert torch.equal(room[2:-3], written)
+            assert room[:2].isnan().all()
+            assert room[-3:].isnan().all()
+
+
+def room_for(value):
+    """Room for more rows, of which nobody has written one."""
+    rows, *columns = value.shape
+    return value.new_full((rows + 5, *columns), float("nan"))
 
 
 @by_dtype

@@ -24,6 +24,11 @@ def test_rows_are_the_references(tokens, columns, dtype):
         got_sums = kernels.unpermute(on_gpu[2], on_gpu[3])
     assert_twin_bytes(got_rows, rows)
     assert_twin_bytes(got_sums, kernels.unpermute(rows, slots_TK))
+    room = got_sums.new_full((tokens, columns + 7), float("nan"))
+    kernels.unpermute(on_gpu[2], on_gpu[3], out=room[:, 3:-4])
+    assert torch.equal(room[:, 3:-4], got_sums)
+    assert room[:, :3].isnan().all()
+    assert room[:, -4:].isnan().all()
 
 
 def test_a_gradient_that_is_one_row_repeated_is_gathered():

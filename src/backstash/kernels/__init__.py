@@ -6,7 +6,12 @@ meaning of each name is in :mod:`backstash.kernels.reference`.
 """
 
 from backstash.kernels.binding import FLOAT8_GPU, by_device
-from backstash.kernels.reference.activation import ACTIVATIONS, activate, activate_backward
+from backstash.kernels.reference.activation import (
+    ACTIVATIONS,
+    ActivationGradients,
+    activate,
+    activate_backward,
+)
 from backstash.kernels.reference.blocks import block_ends, column_amax, row_amax
 from backstash.kernels.reference.cast import (
     MX_BLOCK,
@@ -193,6 +198,7 @@ __all__ = [
     "RECEIPT_HOST_SHIFT",
     "RECEIPT_OVERFLOW",
     "RECEIPT_PENDING",
+    "ActivationGradients",
     "Blocks",
     "Codes",
     "Into",

@@ -1,8 +1,9 @@
 """Activations on a GPU, each in one pass: the twins of ``backstash.kernels.reference.activation``.
 
 Forward reads the pre-activation and writes the activation.  Backward reads both gradients'
-sources once, computes the activation again on the way, and adds up each row's routing
-weight's gradient in the same program, so its order never changes.  float64 goes to the
+sources once, computes the activation again on the way and writes it if somebody reads it, and
+adds up each row's routing weight's gradient in the same program, so its order never changes.
+float64 goes to the
 reference: it is what gradients are checked in, not what anybody trains in.
 
 Letters: T rows, F columns of the pre-activation, I columns of the activation.
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.reference import activation as reference
-from backstash.kernels.reference.activation import ACTIVATIONS, check_activation, curve_name
+from backstash.kernels.reference.activation import (
+    ACTIVATIONS,
+    ActivationGradients,
+    check_activation,
+    curve_name,
+)
 
 _ROWS = 8
 _COLUMNS = 256
@@ -82,11 +88,13 @@ def _activate_backward_kernel(
     p_dgate,
     p_dup,
     p_dprob,
+    p_a,
     rows,
     columns,
     da_stride,
     h_stride,
     dh_stride,
+    a_stride,
     prob_stride,
     CURVE: tl.constexpr,
     BT: tl.constexpr,
@@ -114,6 +122,10 @@ def _activate_backward_kernel(
         if p_prob is not None:
             dprob += da * plain
             da = da * prob[:, None]
+            plain *= prob[:, None]
+        if p_a is not None:
+            o_a = i_row[:, None] * a_stride + i_column[None, :]
+            tl.store(p_a + o_a, plain.to(p_a.dtype.element_ty), mask=mask)
         if p_up is not None:
             tl.store(p_dup + o_dh, (da * value).to(p_dup.dtype.element_ty), mask=mask)
             da = da * up
@@ -150,17 +162,18 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
 
 
 def activate_backward(
-    da_TI: Tensor, h_TF: Tensor, prob_T: Tensor | None, activation: str
+    da_TI: Tensor,
+    h_TF: Tensor,
+    prob_T: Tensor | None,
+    activation: str,
+    into: ActivationGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``."""
     if h_TF.dtype is torch.float64:
-        return reference.activate_backward(da_TI, h_TF, prob_T, activation)
+        return reference.activate_backward(da_TI, h_TF, prob_T, activation, into)
     check_activation(h_TF, prob_T, activation, da_TI)
     h_TF, da_TI = unit_columns(h_TF), unit_columns(da_TI)
-    dh_TF = torch.empty(h_TF.shape, dtype=h_TF.dtype, device=h_TF.device)
-    dprob_T = None
-    if prob_T is not None:
-        dprob_T = torch.zeros(prob_T.shape, dtype=prob_T.dtype, device=h_TF.device)
+    dh_TF, dprob_T, a_TI = into or _new_gradients(h_TF, prob_T)
     gate_TI, up_TI = _halves(h_TF, activation)
     dgate_TI, dup_TI = _halves(dh_TF, activation)
     rows, columns = gate_TI.shape
@@ -173,15 +186,25 @@ def activate_backward(
             dgate_TI,
             dup_TI,
             dprob_T,
+            a_TI,
             rows,
             columns,
             da_TI.stride(0),
             h_TF.stride(0),
             dh_TF.stride(0),
+            0 if a_TI is None else a_TI.stride(0),
             0 if prob_T is None else prob_T.stride(0),
             **_tile(columns, activation),
         )
     return dh_TF, dprob_T
+
+
+def _new_gradients(h_TF: Tensor, prob_T: Tensor | None) -> ActivationGradients:
+    new = {"device": h_TF.device}
+    dh_TF = torch.empty(h_TF.shape, dtype=h_TF.dtype, **new)
+    # Rows without columns add up to nothing, and no program writes that.
+    dprob_T = None if prob_T is None else torch.zeros(prob_T.shape, dtype=prob_T.dtype, **new)
+    return ActivationGradients(dh_TF, dprob_T, None)
 
 
 def _halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:

@@ -46,6 +46,7 @@ def _unpermute_kernel(
     rows,
     columns,
     y_stride,
+    sum_stride,
     HAS_VALID: tl.constexpr,
     K: tl.constexpr,
     WIDE: tl.constexpr,
@@ -65,7 +66,7 @@ def _unpermute_kernel(
         if HAS_VALID:
             m_row = mask & (i_slot < tl.minimum(tl.load(p_valid), rows))[:, None]
         total += tl.load(p_row, mask=m_row, other=0).to(WIDE)
-    p_token = p_sum + i_token[:, None] * columns + i_column[None, :]
+    p_token = p_sum + i_token[:, None] * sum_stride + i_column[None, :]
     tl.store(p_token, total.to(p_sum.dtype.element_ty), mask=mask)
 
 
@@ -84,12 +85,16 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     return x_RH
 
 
-def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Tensor:
+def unpermute(
+    y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Add up the rows of each token: ``y_TH[t] = sum_k y_RH[slots_TK[t, k]]``."""
-    check_unpermute(y_RH, slots_TK)
+    check_unpermute(y_RH, slots_TK, out)
     y_RH = unit_columns(y_RH)
     (tokens, copies), columns = slots_TK.shape, y_RH.shape[1]
-    y_TH = torch.empty(tokens, columns, dtype=y_RH.dtype, device=y_RH.device)
+    y_TH = out
+    if y_TH is None:
+        y_TH = torch.empty(tokens, columns, dtype=y_RH.dtype, device=y_RH.device)
     tile: dict[str, Any] = {
         "HAS_VALID": valid is not None,
         "K": copies,
@@ -108,6 +113,7 @@ def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Te
             y_RH.shape[0],
             columns,
             y_RH.stride(0),
+            y_TH.stride(0),
             **tile,
         )
     return y_TH

@@ -13,6 +13,7 @@ Letters: T rows, F columns of the pre-activation, I columns of the activation
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ ACTIVATIONS: Mapping[str, bool] = MappingProxyType(
     }
 )
 _CURVE_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+
+
+class ActivationGradients(NamedTuple):
+    """Where :func:`activate_backward` writes: views of larger buffers, rows side by side.
+
+    With ``a_TI`` the activation itself is written as well: it is computed anyway, and the
+    gradient of the matmul after it reads it.
+    """
+
+    dh_TF: Tensor
+    dprob_T: Tensor | None
+    a_TI: Tensor | None
 
 
 def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
@@ -54,12 +67,17 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
 
 
 def activate_backward(
-    da_TI: Tensor, h_TF: Tensor, prob_T: Tensor | None, activation: str
+    da_TI: Tensor,
+    h_TF: Tensor,
+    prob_T: Tensor | None,
+    activation: str,
+    into: ActivationGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
 
     Returns:
-        ``dh_TF`` in ``h_TF``'s dtype, and ``dprob_T`` in ``prob_T``'s dtype or ``None``.
+        ``dh_TF`` in ``h_TF``'s dtype, and ``dprob_T`` in ``prob_T``'s dtype or ``None``: those
+        of ``into``, if it is given.
 
     Raises:
         ConfigError: the activation is not one of :data:`ACTIVATIONS`.
@@ -75,7 +93,14 @@ def activate_backward(
         dprob_T = (da * plain).sum(1).to(prob_T.dtype)
         da = da * prob_T.to(da.dtype).unsqueeze(1)
     dh = da * slope if up is None else torch.cat([da * up * slope, da * value], dim=1)
-    return dh.to(h_TF.dtype), dprob_T
+    if into is None:
+        return dh.to(h_TF.dtype), dprob_T
+    into.dh_TF.copy_(dh)
+    if into.dprob_T is not None and dprob_T is not None:
+        into.dprob_T.copy_(dprob_T)
+    if into.a_TI is not None:
+        into.a_TI.copy_(activate(h_TF, prob_T, activation))
+    return into.dh_TF, into.dprob_T
 
 
 def _halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:

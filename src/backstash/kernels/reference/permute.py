@@ -62,7 +62,9 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     return x_TH.index_select(0, source_R)
 
 
-def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Tensor:
+def unpermute(
+    y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Add up the rows of each token: ``y_TH[t] = sum_k y_RH[slots_TK[t, k]]``.
 
     The sum runs over ascending ``k`` in float32 (float64 for float64), so it is the
@@ -74,16 +76,16 @@ def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Te
         valid: Integer ``(1,)`` on the device: rows from here on are not there, whatever lies
             in them, and slots may name more rows than the buffer has.  Such a copy adds
             nothing.
+        out: Where the sums are written, columns of a larger matrix for instance.
 
     Raises:
         ShapeError: ``y_RH`` or ``slots_TK`` is not two-dimensional.
     """
-    check_unpermute(y_RH, slots_TK)
+    check_unpermute(y_RH, slots_TK, out)
     wide = torch.float64 if y_RH.dtype is torch.float64 else torch.float32
     y_TH = y_RH.new_zeros(slots_TK.shape[0], y_RH.shape[1], dtype=wide)
-    if valid is not None and y_RH.shape[0] == 0:
-        return y_TH.to(y_RH.dtype)
-    for slots_T in slots_TK.unbind(1):
+    is_empty = valid is not None and y_RH.shape[0] == 0
+    for slots_T in () if is_empty else slots_TK.unbind(1):
         if valid is None:
             y_TH += y_RH.index_select(0, slots_T)
             continue
@@ -91,7 +93,7 @@ def unpermute(y_RH: Tensor, slots_TK: Tensor, valid: Tensor | None = None) -> Te
         # Chosen, not multiplied with zero: what is not there may be NaN.
         rows_TH = y_RH.index_select(0, slots_T.where(is_there_T, 0))
         y_TH += rows_TH.where(is_there_T.unsqueeze(1), 0)
-    return y_TH.to(y_RH.dtype)
+    return y_TH.to(y_RH.dtype) if out is None else out.copy_(y_TH)
 
 
 def check_permute(x_TH: Tensor, source_R: Tensor) -> None:
@@ -103,10 +105,15 @@ def check_permute(x_TH: Tensor, source_R: Tensor) -> None:
         )
 
 
-def check_unpermute(y_RH: Tensor, slots_TK: Tensor) -> None:
-    """Refuse what are not rows and each token's slots."""
+def check_unpermute(y_RH: Tensor, slots_TK: Tensor, out: Tensor | None) -> None:
+    """Refuse what are not rows, each token's slots, and room for the tokens' sums."""
     if y_RH.ndim != 2 or slots_TK.ndim != 2:
         raise ShapeError(
             f"unpermute needs rows (R, H) and slots (T, K), got {tuple(y_RH.shape)} and "
             f"{tuple(slots_TK.shape)}; pass what sort_by_expert returned"
+        )
+    if out is not None and tuple(out.shape) != (slots_TK.shape[0], y_RH.shape[1]):
+        raise ShapeError(
+            f"unpermute needs room for {slots_TK.shape[0]} tokens of {y_RH.shape[1]} features, "
+            f"got {tuple(out.shape)}; pass a view of that shape"
         )
