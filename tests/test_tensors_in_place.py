@@ -2,12 +2,11 @@
 
 # pyright: reportPrivateImportUsage=false
 
-import copy
-
 import pytest
 import torch
 
-from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, HIGH_PRECISION, MXFP8, Usage
+from backstash.errors import LayoutError, UnsupportedOpError
+from backstash.formats import FLOAT8_CURRENT, FLOAT8_DELAYED, MXFP8, Usage
 from format_cases import assert_identical, by_format, by_grouping, by_usage, pointers, quantized
 from quantizer_cases import INF, NAN
 
@@ -91,13 +90,20 @@ def test_narrow_values_are_changed_in_float32(dtype):
     assert q.dtype is dtype
 
 
+init = torch.nn.init
+STARTS = (
+    *(init.normal_, init.uniform_, init.zeros_, init.ones_, init.eye_),
+    *(init.xavier_normal_, init.xavier_uniform_, init.kaiming_normal_, init.kaiming_uniform_),
+    lambda t: init.constant_(t, 0.3),
+)
+
+
 @by_format
-def test_a_random_start_is_that_of_plain_values(format):
+def test_a_start_is_that_of_plain_values(format):
     for change in (
         lambda t: t.normal_(0.0, 0.02),
         lambda t: t.uniform_(-0.1, 0.1),
-        torch.nn.init.kaiming_uniform_,
-        torch.nn.init.xavier_normal_,
+        *STARTS,
     ):
         q, plain = quantized(format), torch.empty(SHAPE)
         torch.manual_seed(7)
@@ -121,74 +127,23 @@ def test_a_learnt_scale_stays_with_its_tensor():
     assert torch.equal(q.scale_inv, scale_inv)
 
 
-# --- optimizers --------------------------------------------------------------------------------
-
-FOR_LOOP = {"foreach": False}
-LIST = {"foreach": True}
-by_loop = pytest.mark.parametrize("loop", [FOR_LOOP, LIST], ids=["for-loop", "foreach"])
-OPTIMIZERS = {
-    "sgd": lambda ps, **loop: torch.optim.SGD(ps, lr=0.1, **loop),
-    "sgd-momentum": lambda ps, **loop: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **loop),
-    "adamw": lambda ps, **loop: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, **loop),
-    "adam": lambda ps, **loop: torch.optim.Adam(ps, lr=0.1, **loop),
-    # What follows reads its parameters: decay that is part of the gradient, and their norm.
-    "sgd-decay": lambda ps, **loop: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1, **loop),
-    "sgd-ascent": lambda ps, **loop: torch.optim.SGD(
-        ps, lr=0.1, weight_decay=0.1, maximize=True, **loop
-    ),
-    "adam-decay": lambda ps, **loop: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1, **loop),
-    "rmsprop-decay": lambda ps, **loop: torch.optim.RMSprop(ps, lr=0.01, weight_decay=0.1, **loop),
-    "adafactor": lambda ps, **loop: torch.optim.Adafactor(ps, lr=0.1, weight_decay=0.1, **loop),
-}
-
-
-def steps(make, parameter, count=3, **loop):
-    """``count`` steps along gradients that are always the same."""
-    generator = torch.Generator().manual_seed(3)
-    optimizer = make([parameter], **loop)
-    for _ in range(count):
-        parameter.grad = torch.randn(SHAPE, generator=generator).to(parameter.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
+@by_format
+def test_an_orthogonal_start_is_rounded_when_it_is_written_and_when_it_is_scaled(format):
+    q, plain = quantized(format), torch.empty(SHAPE)
+    torch.manual_seed(7)
+    init.orthogonal_(plain, gain=1.5)
+    torch.manual_seed(7)
+    init.orthogonal_(q, gain=1.5)
+    torch.testing.assert_close(q.dequantize(), plain, rtol=2 * format.rtol, atol=2 * format.atol)
 
 
 @by_format
-@by_loop
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_steps_a_quantized_parameter(format, make, loop):
-    q = torch.nn.Parameter(quantized(format))
-    plain = torch.nn.Parameter(q.dequantize())
-    optimizer = steps(make, q, count=1, **loop)
-    steps(make, plain, count=1, **loop)
-    # Decay and step are each rounded to the format.
-    torch.testing.assert_close(
-        q.dequantize(), plain.detach(), rtol=2 * format.rtol, atol=2 * format.atol
-    )
-    state = [s for s in optimizer.state[q].values() if s is not None and s.ndim == 2]
-    assert all(type(moment) is torch.Tensor for moment in state)
-
-
-@by_format
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_foreach_and_the_for_loop_step_alike(format, make):
-    one = torch.nn.Parameter(quantized(format, dtype=torch.float64))
-    two = copy.deepcopy(one)
-    plain, other = (torch.nn.Parameter(one.dequantize()) for _ in range(2))
-    for parameter, loop in ((one, FOR_LOOP), (two, LIST), (plain, FOR_LOOP), (other, LIST)):
-        steps(make, parameter, **loop)
-    # Those of some of torch's optimizers round differently for plain values too.
-    torchs_own = (plain - other).abs().max().item()
-    torch.testing.assert_close(
-        one.dequantize(), two.dequantize(), rtol=format.rtol, atol=format.atol + torchs_own
-    )
-
-
-@by_loop
-def test_plain_values_step_exactly_as_a_plain_parameter(loop):
-    q = torch.nn.Parameter(quantized(HIGH_PRECISION))
-    plain = torch.nn.Parameter(q.dequantize())
-    for make in OPTIMIZERS.values():
-        steps(make, q, **loop)
-        steps(make, plain, **loop)
-    assert torch.equal(q.dequantize(), plain)
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (-0.1, 0.1)], ids=str)
+def test_a_start_that_looks_at_what_it_drew_is_refused_with_the_remedy(format, bounds):
+    q = quantized(format)
+    with pytest.raises(UnsupportedOpError, match=r"q\.copy_\(torch\.nn\.init\.trunc_normal_"):
+        init.trunc_normal_(q, 0.0, 1.0, *bounds)
+    with pytest.raises(LayoutError, match="or dequantize"):
+        init.sparse_(q, 0.5)
+    x = init.trunc_normal_(torch.empty(q.shape), 0.0, 1.0, *bounds)
+    assert_identical(q.copy_(x), quantized(format).copy_(x))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backstash.formats import Format, Usage
 from backstash.tensors import dispatch as dispatch
+from backstash.tensors import optimizer_steps as optimizer_steps
 from backstash.tensors.grouped import GroupedTensor, as_ends, counts_to_ends
 from backstash.tensors.quantized import QuantizedTensor, equal_groups
 from backstash.tensors.storage import from_plain, to_plain

@@ -3,11 +3,9 @@
 An operation is here because it has an exact meaning on the buffers (move, copy, view, take
 rows, compare), or because it says by its name that it writes (``copy_``, ``mul_`` and the other
 in-place arithmetic of optimizers and initializers): then the values are decoded, changed in
-float32 or wider, and quantized into the same buffers again.  Two more are here because the
-optimizers of torch read their parameters with them, and cannot be told to dequantize: the norm of
-a whole tensor, and ``plain.add(quantized, alpha=...)``, the decay that is part of a gradient.  Its
-result is plain, and no operator means it: ``plain + quantized`` has no ``alpha``.  Any other
-operation raises: calling ``dequantize()`` is the caller's decision.
+float32 or wider, and quantized into the same buffers again.  What only the optimizers of torch
+do is in :mod:`backstash.tensors.optimizer_steps`.  Any other operation raises: calling
+``dequantize()`` is the caller's decision.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.graph import increment_version
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
 from backstash.formats import Usage
@@ -35,51 +32,71 @@ def run_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Raises:
         UnsupportedOpError: The table does not know ``func``.
     """
-    operation = _OPERATIONS.get(func)
-    if operation is None:
-        raise _not_defined(func)
-    return operation(func, args, kwargs)
+    run = _OPERATIONS.get(func)
+    if run is None:
+        raise not_defined(func)
+    return run(func, args, kwargs)
 
 
-def _not_defined(func: Any) -> UnsupportedOpError:
+def not_defined(func: Any) -> UnsupportedOpError:
+    """The error for an operation that the table does not know."""
+    remedy = _REMEDIES.get(func, "call .dequantize() on it first, or quantize the result yourself")
     return UnsupportedOpError(
-        f"{func} is not defined for a QuantizedTensor, and nothing dequantizes silently; "
-        f"call .dequantize() on it first, or quantize the result yourself"
+        f"{func} is not defined for a QuantizedTensor, and nothing dequantizes silently; {remedy}"
     )
+
+
+_DRAW = (
+    "an initializer that looks at what it drew, as trunc_normal_ does, draws into a plain tensor: "
+    "q.copy_(torch.nn.init.trunc_normal_(torch.empty(q.shape))); elsewhere call .dequantize() first"
+)
+_AVERAGE = "call .dequantize() on it first; for torch.optim.ASGD pass foreach=True"
+#: What to do instead, for operations that somebody else calls.
+_REMEDIES: dict[Any, str] = {
+    aten.lt.Scalar: _DRAW,
+    aten.gt.Scalar: _DRAW,
+    aten.gt.Tensor: _DRAW,
+    aten.erfinv_.default: _DRAW,
+    aten.pow_.Scalar: _DRAW,
+    aten.log_.default: _DRAW,
+    aten.sub.Tensor: _AVERAGE,
+}
 
 
 QuantizedTensor.run_operation = staticmethod(run_operation)
 
 
-def _operation(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(operation: Callable[..., Any]) -> Callable[..., Any]:
-        _OPERATIONS.update(dict.fromkeys(funcs, operation))
-        return operation
+def operation(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate what runs these operations; it is given the operation and its arguments."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        _OPERATIONS.update(dict.fromkeys(funcs, run))
+        return run
 
     return register
 
 
-@_operation(aten.detach.default, aten.alias.default)
+@operation(aten.detach.default, aten.alias.default)
 def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     return args[0].like(args[0].buffers)
 
 
-@_operation(aten.clone.default)
+@operation(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     return _each_buffer(args[0], Tensor.clone)
 
 
-@_operation(aten._pin_memory.default)
+@operation(aten._pin_memory.default)
 def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     return _each_buffer(args[0], Tensor.pin_memory)
 
 
-@_operation(aten.is_pinned.default)
+@operation(aten.is_pinned.default)
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(buffer.is_pinned() for buffer in args[0].buffers.values())
 
 
-@_operation(aten._to_copy.default)
+@operation(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     source = args[0]
     dtype = kwargs.pop("dtype", None) or source.dtype
@@ -92,7 +109,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quanti
     return _as_dtype(_each_buffer(source, lambda buffer: func(buffer, **kwargs)), dtype)
 
 
-@_operation(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@operation(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     source, wanted = args[0], args[1]
     shape = torch.empty(source.shape, device="meta").view(wanted).shape
@@ -113,7 +130,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantized
     return source.like(matrices, shape=shape)
 
 
-@_operation(
+@operation(
     aten.slice.Tensor,
     aten.narrow.default,
     aten.select.int,
@@ -134,7 +151,7 @@ def _take_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [part(source, view) for view in views]
 
 
-@_operation(aten.copy_.default)
+@operation(aten.copy_.default)
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
@@ -147,7 +164,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return target.requantize_(source.expand(target.shape))
 
 
-@_operation(aten.equal.default)
+@operation(aten.equal.default)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     one, other = args
     return (
@@ -160,7 +177,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-@_operation(aten.empty_like.default)
+@operation(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Buffers of the same kind: quantized memory waiting for a ``copy_``."""
     source, device = args[0], kwargs.get("device") or args[0].device
@@ -178,7 +195,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return _as_dtype(source.like(buffers, ends_G=ends_G, shared=()), dtype)
 
 
-@_operation(
+@operation(
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
@@ -195,7 +212,7 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return func(like, *args[1:], **kwargs)
 
 
-@_operation(
+@operation(
     *(
         getattr(getattr(aten, name), overload)
         for name in ("add_", "sub_", "mul_", "div_")
@@ -214,7 +231,7 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 )
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     target = args[0]
-    if func is aten.add_.Tensor and _is_decay(args, kwargs):
+    if func is aten.add_.Tensor and is_decay(args, kwargs):
         return func(target, args[1].dequantize(), **kwargs)
     if not isinstance(target, QuantizedTensor):
         raise UnsupportedOpError(
@@ -226,53 +243,15 @@ def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return target.requantize_(values)
 
 
-@_operation(
-    *(
-        getattr(packet, overload)
-        for name in ("add", "sub", "mul", "div", "lerp", "copy", "zero")
-        for packet in (getattr(aten, f"_foreach_{name}_"),)
-        for overload in packet.overloads()
-    ),
-    aten._foreach_addcmul_.Scalar,
-    aten._foreach_addcmul_.ScalarList,
-    aten._foreach_addcdiv_.Scalar,
-    aten._foreach_addcdiv_.ScalarList,
-)
-def _write_each_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The ``foreach`` form of an optimizer: each tensor of the list on its own."""
-    name = func._schema.name.removeprefix("aten::_foreach_")
-    for index, target in enumerate(args[0]):
-        others = [other[index] if isinstance(other, list) else other for other in args[1:]]
-        scale = {"value": others.pop()} if name in ("addcmul_", "addcdiv_") and others[2:] else {}
-        getattr(target, name)(*others, **scale, **kwargs)
-    # In-place operations count as writes for autograd; of a list it leaves that to each tensor.
-    increment_version([target for target in args[0] if not target.is_inference()])
-
-
-@_operation(aten.add.Tensor)
-def _decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if not _is_decay(args, kwargs):
-        raise _not_defined(func)
-    return func(args[0], args[1].dequantize(), **kwargs)
-
-
-@_operation(aten._foreach_add.List)
-def _each_decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The ``foreach`` form of the same: each pair of the lists on its own."""
-    return [torch.add(one, other, **kwargs) for one, other in zip(*args, strict=True)]
-
-
-@_operation(aten.linalg_vector_norm.default)
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    source, *rest = args
-    if kwargs.get("dim", rest[1] if rest[1:] else None) is not None:
-        raise _not_defined(func)
-    return func(source.dequantize(), *rest, **kwargs)
+@operation(aten.eye.m_out)
+def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    target = kwargs["out"]
+    return target.requantize_(torch.eye(*args, dtype=target.dtype, device=target.device))
 
 
 if distributed.is_available():
 
-    @_operation(torch.ops.c10d.broadcast_.default)
+    @operation(torch.ops.c10d.broadcast_.default)
     def _broadcast_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The bytes of one rank's buffers into those of the others, whose layout is the same."""
         tensors, *rest = args
@@ -308,7 +287,7 @@ def _as_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
     return tensor.like(buffers, dtype=dtype)
 
 
-def _is_decay(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_decay(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is a multiple of a quantized tensor added to a plain one?"""
     one, other = args
     is_mixed = not isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor)
@@ -333,4 +312,4 @@ def _same_layout(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     return one.ends_G is other.ends_G or torch.equal(one.ends_G, other.ends_G.to(one.device))
 
 
-__all__ = ["Usage", "run_operation"]
+__all__ = ["Usage", "is_decay", "not_defined", "operation", "run_operation"]
