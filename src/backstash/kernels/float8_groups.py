@@ -1,4 +1,4 @@
-"""Products of float8 codes over groups of rows, where torch's are slower or take less.
+"""Products of float8 codes over groups of rows on GPUs without kernels of their own for them.
 
 A program owns a tile of the result.  Both operands have what is added up over last in memory,
 so a tile of codes goes from memory to the matrix unit as it is, E4M3 and E5M2 alike, and the
@@ -103,8 +103,10 @@ def _columns_kernel(
     # Groups begin and end at whole units; so written, the compiler knows it and loads wide.
     first, J = first // 16 * 16, J // 16 * 16
     group, m_m, m_n = tl.cast(group, tl.int64), i_m < M - m0, i_n < columns - n0
-    p_a += tl.cast(m0, tl.int64) * ld + first
-    p_b += tl.cast(n0, tl.int64) * ld + first
+    # A line is as long as the buffer: so are the steps inside a tile, in as many bits.
+    ld = tl.cast(ld, tl.int64)
+    p_a += m0 * ld + first
+    p_b += n0 * ld + first
     total = _add_up(p_a, p_b, ld, ld, m_m, m_n, J, FAST, BM, BN, BK)
     a_scale = tl.load(p_a_scale + group * M + m0 + i_m, mask=m_m, other=0.0)
     b_scale = tl.load(p_b_scale + group * columns + n0 + i_n, mask=m_n, other=0.0)

@@ -1,11 +1,9 @@
-"""Products of float8 codes on a GPU: torch's own matmuls, fed with what they take.
+"""Products of float8 codes on a GPU, and codes turned for them.
 
-Dense products go to cuBLAS.  Those of groups, whose sizes are read on the device, go to our own
-kernel in forward, where the unit keeps the whole sum; gradients to torch's, which empties the
-unit faster, or to ours for what that does not take.  Torch's leaves the tail of its output
-unwritten, cannot add up over nothing, and reads each group's codes from an address of whole 16
-bytes: hence the padding of :func:`transpose_groups`, which turns codes and pads groups in one
-pass over the bytes.
+Dense products go to cuBLAS.  Those of groups, whose sizes are read on the device, go to the
+matmuls of groups on a Hopper GPU, which read codes as they read values, and to a plain kernel
+elsewhere.  The copy engine reads each group's codes from an address of whole 16 bytes: hence the
+padding of :func:`transpose_groups`, which turns codes and pads groups in one pass over the bytes.
 
 Letters: M and C rows of the operands, J what is added up over, T rows of a buffer, K and N
 features, G groups, P columns with padding.
@@ -19,14 +17,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_grouped_mm, scaled_mm  # pyright: ignore
+from torch.nn.functional import ScalingType, scaled_mm  # pyright: ignore
 
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
 from backstash.kernels.float8_groups import mm_columns, mm_rows
-from backstash.kernels.grouped_matmul import zero_tail_
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
 
-_TORCH_MAJOR, _TORCH_GROUPS = 9, 1024
+try:
+    from backstash.kernels.grouped_columns import multiply_scaled_columns
+    from backstash.kernels.grouped_rows import multiply_scaled_rows
+    from backstash.kernels.warpgroups import aligned
+
+    _HAS_GLUON = True
+except (ImportError, AttributeError):  # Gluon is new in Triton and still changes its names.
+    _HAS_GLUON = False
+
+_HOPPER = 9
 _TILE = 128
 _WARPS = 8
 
@@ -157,23 +163,24 @@ def float8_grouped_mm(
     a: Scaled, b: Scaled, ends_G: Tensor, dtype: torch.dtype, *, fast_accumulation: bool = False
 ) -> Tensor:
     """Each row times its own group's ``b^T``: ``(T, C)`` in ``dtype``; the tail is zeros."""
-    # With the whole sum in the unit, our tiles are as fast at balance and faster at a skew.
-    if fast_accumulation or not _torch_takes(a, b, len(ends_G), dtype):
+    if 0 in (*a.codes.shape, *b.codes.shape):
+        return b.scale_inv.new_zeros(len(a.codes), b.codes.shape[1], dtype=dtype)
+    if not _is_for_hopper(a.codes):
         return mm_rows(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
-    ends_G = ends_G.clamp(0, len(a.codes)).int()
-    y_TC = _scaled_grouped_mm(a, Scaled(b.codes, b.scale_inv.contiguous()), ends_G)
-    zero_tail_(y_TC, ends_G)
-    return y_TC
+    a, b = (Scaled(aligned(one.codes), one.scale_inv) for one in (a, b))
+    return multiply_scaled_rows(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
 
 
 def float8_grouped_mm_dw(
     dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """``dy x^T`` over each group's columns: ``(G, N, K)``; zeros for an empty group."""
-    if not _torch_takes(dy, x, len(padded_ends_G), dtype):
+    if 0 in (len(dy.codes), len(x.codes), len(padded_ends_G)):
+        return x.scale_inv.new_zeros(len(padded_ends_G), len(dy.codes), len(x.codes), dtype=dtype)
+    if not _is_for_hopper(x.codes):
         return mm_columns(dy, x, padded_ends_G, dtype)
-    dy, x = (Scaled(operand.codes, operand.scale_inv.flatten()) for operand in (dy, x))
-    return _scaled_grouped_mm(dy, x, padded_ends_G)
+    dy, x = (Scaled(aligned(one.codes), one.scale_inv) for one in (dy, x))
+    return multiply_scaled_columns(dy, x, padded_ends_G, dtype)
 
 
 def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,28 +221,9 @@ def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:
     return padded_G
 
 
-def _torch_takes(a: Scaled, b: Scaled, groups: int, dtype: torch.dtype) -> bool:
-    """Say if torch has a grouped matmul for these: one generation of GPUs, one code, one dtype."""
-    return (
-        torch.cuda.get_device_capability(a.codes.device)[0] == _TORCH_MAJOR
-        and a.codes.dtype is b.codes.dtype is torch.float8_e4m3fn
-        and dtype is torch.bfloat16
-        and groups < _TORCH_GROUPS
-    )
-
-
-def _scaled_grouped_mm(a: Scaled, b: Scaled, ends_G: Tensor) -> Tensor:
-    return scaled_grouped_mm(
-        _aligned(a.codes),
-        _aligned(b.codes).mT,
-        a.scale_inv,
-        ScalingType.RowWise,
-        b.scale_inv,
-        ScalingType.RowWise,
-        offs=ends_G,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )
+def _is_for_hopper(codes: Tensor) -> bool:
+    """Say if the kernels for Hopper multiply groups of these codes."""
+    return _HAS_GLUON and torch.cuda.get_device_capability(codes.device)[0] == _HOPPER
 
 
 def _rows(operand: Scaled) -> Tensor:

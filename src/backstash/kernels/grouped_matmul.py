@@ -34,7 +34,7 @@ from backstash.kernels.reference.grouped_mm import (
 try:
     from backstash.kernels.grouped_columns import multiply_columns
     from backstash.kernels.grouped_rows import multiply_rows
-    from backstash.kernels.warpgroups import DTYPES, is_aligned, new_aligned
+    from backstash.kernels.warpgroups import DTYPES, aligned, is_aligned
 except (ImportError, AttributeError):
     # Gluon is new in Triton and still changes its names; without it, torch multiplies.
     DTYPES = {}
@@ -158,7 +158,7 @@ def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor, out: Tensor | Non
         return reference.grouped_mm_dw(dy_TN, x_TK, ends_G, out)
     check_grouped_dw(dy_TN, x_TK, ends_G, out)
     if out is not None and _is_for_hopper(x_TK) and out.numel() and len(x_TK) and is_aligned(out):
-        return multiply_columns(_aligned(dy_TN), _aligned(x_TK), ends_G, out)
+        return multiply_columns(aligned(dy_TN), aligned(x_TK), ends_G, out)
     dw_GNK = _mm_columns(dy_TN, x_TK, ends_G)
     return dw_GNK if out is None else out.copy_(dw_GNK)
 
@@ -168,7 +168,7 @@ def _mm_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     if not (groups and rows and dy_TN.shape[1] and x_TK.shape[1]):
         return x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])
     if _is_for_hopper(x_TK):
-        return multiply_columns(_aligned(dy_TN), _aligned(x_TK), ends_G)
+        return multiply_columns(aligned(dy_TN), aligned(x_TK), ends_G)
     if not _is_for_torch(x_TK):
         return grouped_plain.multiply_columns(dy_TN, x_TK, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
@@ -242,8 +242,8 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
         return a_TJ.new_zeros(rows, columns)
     is_rows = b_GJC.stride(1) == 1
     if _is_for_hopper(a_TJ):
-        b_GJC = _aligned(b_GJC.mT).mT if is_rows else _aligned(b_GJC)
-        return multiply_rows(_aligned(a_TJ), b_GJC, ends_G)
+        b_GJC = aligned(b_GJC.mT).mT if is_rows else aligned(b_GJC)
+        return multiply_rows(aligned(a_TJ), b_GJC, ends_G)
     if not _is_for_torch(a_TJ):
         return grouped_plain.multiply_rows(a_TJ, b_GJC, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
@@ -275,11 +275,6 @@ def _is_for_torch(x: Tensor) -> bool:
     if x.dtype is not torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(x.device)[0] in _TORCH_MAJORS
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` as it is where the copy engine can read it, else a copy that it can."""
-    return x if is_aligned(x) else new_aligned(x.shape, x).copy_(x)
 
 
 def _pad(x: Tensor) -> Tensor:

@@ -255,6 +255,11 @@ def is_aligned(x: Tensor) -> bool:
     return is_apart and x.stride(-1) == 1 and x.data_ptr() % UNIT_BYTES == 0
 
 
+def aligned(x: Tensor) -> Tensor:
+    """``x`` as it is where the copy engine can read it, else a copy that it can."""
+    return x if is_aligned(x) else new_aligned(x.shape, x).copy_(x)
+
+
 def new_aligned(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A matrix that nobody has written yet, or one for each group, for the copy engine."""
     dtype = like.dtype if dtype is None else dtype

@@ -82,7 +82,10 @@ def column_offsets(row, block, first, columns, TILES, B):
 
 @triton.jit
 def load_codes(p_codes, ld, m_line, m_j, COLUMNS, B: tl.constexpr, BK):
-    """Codes of B lines: ``(B, BK)`` where J runs along rows, else ``(BK, B)``."""
+    """Codes of B lines: ``(B, BK)`` where J runs along rows, else ``(BK, B)``.
+
+    Offsets have as many bits as ``ld``: 64 are needed where a tile spans 2 GiB.
+    """
     i_line, i_j = tl.arange(0, B), tl.arange(0, BK)
     if COLUMNS:
         o_tile, mask = i_j[:, None] * ld + i_line[None, :], m_j[:, None] & m_line[None, :]
