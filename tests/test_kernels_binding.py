@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from backstash import kernels
 from backstash.kernels import binding, reference
@@ -32,6 +33,25 @@ def test_a_tensor_on_the_cpu_goes_to_the_reference():
     operation = binding.choosing(wanted, refused, binding.ANY_GPU)
     assert torch.equal(operation(torch.ones(2), by=3), torch.full((2,), 3.0))
     assert operation.__doc__ == "Multiply."
+
+
+def test_a_tensor_that_only_stands_for_one_goes_to_the_reference():
+    def wanted(x):
+        return x + 1
+
+    def refused(x):
+        raise RuntimeError("the twin was called")
+
+    operation = binding.choosing(wanted, refused, binding.ANY_GPU)
+    with FakeTensorMode():
+        assert operation(torch.empty(2, device="cuda")).device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.Tensor, torch.nn.Parameter, type("Own", (torch.Tensor,), {})]
+)
+def test_a_tensor_with_memory_of_its_own_is_one(kind):
+    assert not binding._has_no_memory(torch.empty(2).as_subclass(kind))
 
 
 def test_of_several_tensors_the_first_says_where_to_run():

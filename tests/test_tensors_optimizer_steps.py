@@ -96,7 +96,9 @@ def test_a_line_search_steps_a_layer_whose_weight_is_quantized():
     with bs.quantized_model_init("mxfp8"):
         layer = bs.Linear(40, 33, bias=False)
     x, wanted = torch.randn(64, 40), torch.randn(64, 33)
-    optimizer = torch.optim.LBFGS(layer.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        layer.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe"
+    )
 
     def closure():
         optimizer.zero_grad()

@@ -3,7 +3,8 @@
 Which operations have a twin is written down, one line each, in ``backstash.kernels``; nothing
 is tried and caught.  A twin is bound when the package is imported: where torch was built
 without CUDA, or Triton is not there, the name *is* the reference and a call costs nothing
-more.  Where both are there, a call asks for the device of its first argument.
+more.  Where both are there, a call asks for the device of its first argument; a tensor that
+only stands for one while torch traces runs the reference.
 """
 
 from __future__ import annotations
@@ -48,10 +49,23 @@ def choosing(
     @functools.wraps(reference)
     def operation(first: Any, *args: Any, **kwargs: Any) -> Any:
         x = first if isinstance(first, torch.Tensor) else first[0]
-        if not x.is_cuda or torch.cuda.get_device_capability(x.device) < first_capability:
+        is_here = x.is_cuda and not _has_no_memory(x)
+        if not is_here or torch.cuda.get_device_capability(x.device) < first_capability:
             return reference(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         # Triton launches on the current device, whatever device its arguments are on.
         with torch.cuda.device(x.device):
             return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     return cast("Callable[P, R]", operation)
+
+
+def _has_no_memory(x: torch.Tensor) -> bool:
+    """Is this what a compiler of torch calls us with to learn which operations we do?
+
+    Where it reads the code itself it sees the twin's launch; where it cannot, as in a method
+    that plain tensors have too, it sees the operations of the reference.
+    """
+    kind = type(x)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
