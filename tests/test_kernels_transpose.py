@@ -28,6 +28,34 @@ def test_any_strides_give_the_same():
         assert torch.equal(kernels.transpose_codes(view), kernels.transpose_codes(view.clone()))
 
 
+def nibbles(pairs):
+    """The codes of pairs, one a value, the even column in the low half of its byte."""
+    return torch.stack([pairs % 16, pairs // 16], dim=-1).flatten(-2)
+
+
+@by_shape
+def test_pairs_are_turned_code_by_code(shape):
+    pairs = torch.randint(0, 256, shape, dtype=torch.uint8)
+    turned = kernels.transpose_codes(pairs.view(torch.float4_e2m1fn_x2))
+    assert turned.dtype is torch.float4_e2m1fn_x2
+    assert turned.is_contiguous()
+    rows = shape[-2]
+    assert turned.shape == (*shape[:-2], 2 * shape[-1], (rows + 1) // 2)
+    got = nibbles(turned.view(torch.uint8))
+    assert torch.equal(got[..., :rows], nibbles(pairs).mT)
+    assert not got[..., rows:].any()
+
+
+def test_turned_tiles_of_nvfp4_are_those_of_the_turned_weight():
+    w = torch.randn(32, 48)
+    amax = kernels.amax(w)
+    codes, scales = kernels.quantize_nvfp4_tiles(w, amax, None)
+    turned, turned_scales = kernels.quantize_nvfp4_tiles(w.t().contiguous(), amax, None)
+    got = kernels.transpose_codes(codes.view(torch.float4_e2m1fn_x2))
+    assert torch.equal(got.view(torch.uint8), turned)
+    assert torch.equal(scales.view(torch.uint8).t(), turned_scales.view(torch.uint8))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2), torch.zeros(1, 1, 1, 1).char()],

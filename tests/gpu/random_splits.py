@@ -57,6 +57,7 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
         pair = getattr(kernels, f"quantize_block_{kind}")(x, code, ends)
         getattr(kernels, f"dequantize_block_{kind}")(*pair, code, x.dtype, ends)
     kernels.transpose_codes(codes)
+    kernels.transpose_codes(codes.view(torch.float4_e2m1fn_x2))
     kernels.transpose_groups(codes, ends)
     kernels.quantize_float8_rows_and_turned(x, code, ends)
     kernels.add_group_bias(x, torch.zeros(groups, x.shape[1], device="cuda"), ends)

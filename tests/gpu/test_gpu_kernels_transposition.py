@@ -14,16 +14,22 @@ by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(m
 
 
 @by_shape
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.float8_e4m3fn, torch.float4_e2m1fn_x2], ids=str
+)
 def test_turned_codes_are_the_references(shape, dtype):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     with no_host_reads():
         turned = kernels.transpose_codes(codes.cuda(non_blocking=True).view(dtype))
     assert turned.dtype is dtype
-    assert_twin_bytes(turned.view(torch.uint8), kernels.transpose_codes(codes))
+    wanted = kernels.transpose_codes(codes.view(dtype))
+    assert_twin_bytes(turned.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_any_strides_give_the_same():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float4_e2m1fn_x2], ids=str)
+def test_any_strides_give_the_same(dtype):
     codes = torch.randint(0, 256, (6, 80, 100), dtype=torch.uint8).cuda()
     for view in (codes[:, ::2], codes[:, :, ::3], codes.mT, codes[::2, 1:, 1:], codes[0].mT):
-        assert_twin_bytes(kernels.transpose_codes(view), kernels.transpose_codes(view.cpu()))
+        got = kernels.transpose_codes(view.view(dtype))
+        wanted = kernels.transpose_codes(view.cpu().view(dtype))
+        assert_twin_bytes(got.view(torch.uint8), wanted.view(torch.uint8))
