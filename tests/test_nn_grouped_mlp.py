@@ -145,6 +145,30 @@ def test_gathering_inside_gives_the_same_bits_as_gathering_before(
     assert all(map(torch.equal, inside, [outside[0], dx, *outside[2:]]))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_adding_up_inside_gives_the_same_bits_as_adding_up_after(recipe: str, bias: bool) -> None:
+    module = build(bias=bias)
+    rows, counts = routing()
+    dy = torch.randn(7, H) / 8
+    results = []
+    for combined in (False, True):
+        own = copy.deepcopy(module)
+        torch.manual_seed(8)
+        x, probs = torch.randn(7, H, requires_grad=True), torch.rand(rows.rows, requires_grad=True)
+        with autocast(recipe=recipe):
+            y = own(x, counts, probs, rows=rows, combined=combined)
+        y.backward(dy if combined else kernels.permute(dy, rows.source_R))
+        y_TH = y if combined else kernels.unpermute(y.detach(), rows.slots_TK)
+        results.append([y_TH.detach(), x.grad, probs.grad, *(p.grad for p in own.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_nobody_can_add_up_rows_without_a_map() -> None:
+    with pytest.raises(ConfigError, match="pass rows=RowMap"):
+        build()(torch.randn(4, H), [1, 1, 1, 1], combined=True)
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "float8_delayed"])
 def test_what_is_saved_is_the_input_and_the_preactivation(recipe: str) -> None:
     module, counts = build(), SPLITS[0]

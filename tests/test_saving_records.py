@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 import backstash as bs
+from backstash.saving import taken_values
 from saving_cases import (
     BY_REFERENCE,
     BY_VALUE,
@@ -329,6 +330,32 @@ def test_a_second_backward_through_a_freed_graph_is_an_error() -> None:
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["freed", "retained"])
+def test_values_that_are_taken_go_with_whoever_took_them(retain: bool) -> None:
+    found = []
+
+    class Taking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            bs.save_for_backward(ctx, x * 2)
+            return x * 3
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            (twice,), is_last = taken_values(ctx)
+            values, alive = twice.tolist(), weakref.ref(twice)
+            del twice
+            found.append((values, is_last, alive() is None))
+            return 3 * grads[0]
+
+    y = Taking.apply(x := leaf()).sum()
+    y.backward(retain_graph=retain)
+    if retain:
+        y.backward()
+    each = [(x.detach() * 2).tolist(), True, True]
+    assert found == [(each[0], False, False)] * retain + [tuple(each)]
 
 
 def test_double_backward_where_it_is_not_defined_is_an_error() -> None:

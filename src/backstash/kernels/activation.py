@@ -123,6 +123,7 @@ def _activate_backward_kernel(
             dprob += da * plain
             da = da * prob[:, None]
             plain *= prob[:, None]
+        # A thread stores where it has loaded: gradients may take the place of what they are of.
         if p_a is not None:
             o_a = i_row[:, None] * a_stride + i_column[None, :]
             tl.store(p_a + o_a, plain.to(p_a.dtype.element_ty), mask=mask)

@@ -5,8 +5,9 @@ A dispatcher is two functions around the experts.  ``dispatch`` says which rows 
 dispatchers send rows to the ranks that hold the experts, and plug in at the same place.
 
 With plain :class:`Local` the tokens are not even copied here: the experts are given the
-tokens as they are and the row map, and gather while they multiply.  So the tokens are saved
-once for backward, not once per expert they go to.
+tokens as they are and the row map, gather while they multiply, and add up what they return.  So
+the tokens are saved once for backward, not once per expert they go to, and nothing is left to
+combine.
 
 A rank of an expert-parallel group cannot do that: its rows come from elsewhere, into buffers
 that are sized before anybody knows how many there will be.  ``Local(capacity_factor=...,
@@ -63,7 +64,8 @@ class Dispatched:
     prob_R: Tensor
     """Weight of each row, in the experts' order."""
     rows: RowMap | None
-    """How rows and tokens correspond; ``None`` if ``x`` is rows already."""
+    """How rows and tokens correspond, for experts that gather and add up themselves; ``None`` if
+    ``x`` is rows already."""
     buffer: Buffer | None = None
     """What is known of ``x`` where it is a buffer that may be partly empty."""
 
@@ -84,8 +86,11 @@ class Dispatcher(Protocol):
         """Say which rows the experts of this rank get."""
         ...
 
-    def combine(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Add up the experts' rows into ``(T, H)``, the tokens' order."""
+    def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
+        """Add up the experts' rows into ``(T, H)``, the tokens' order.
+
+        With ``sent.rows`` the experts have done that, and ``y`` is ``(T, H)`` already.
+        """
         ...
 
 
@@ -145,11 +150,11 @@ class Local:
         prob_R = prob_TK.new_zeros(source_R.shape).scatter(0, slots_TK.flatten(), prob_TK.flatten())
         return Dispatched(x_TH, counts_E, prob_R, RowMap(source_R, slots_TK))
 
-    def combine(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Add up each token's rows."""
-        if sent.buffer is not None:
-            return combine_rows(y_RH, sent.buffer.rows, sent.buffer.valid)
-        return combine_rows(y_RH, sent.rows) if sent.rows is not None else y_RH
+    def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
+        """Add up each token's rows, if the experts have not."""
+        if sent.buffer is None:
+            return y
+        return combine_rows(y, sent.buffer.rows, sent.buffer.valid)
 
     # torch.compile cannot trace marks, which belong to storages.
     @torch.compiler.disable(reason="the buffers of a rank are marked with their valid length")

@@ -108,8 +108,9 @@ class MoE(nn.Module):
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
         self.last_overflow = sent.overflow
-        y_RH = self.experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows)
-        y_TH = self.dispatcher.combine(y_RH, sent)
+        is_gathered = sent.rows is not None
+        y = self.experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows, combined=is_gathered)
+        y_TH = self.dispatcher.combine(y, sent)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH, [x_TH.shape[0]])
         return y_TH.view(x.shape)

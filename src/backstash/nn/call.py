@@ -20,6 +20,7 @@ from torch import Tensor
 from backstash import kernels
 from backstash.formats import Float8Rowwise, Format, HighPrecisionFormat, Usage
 from backstash.formats.format import amax_of
+from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns, columns_of, rows_and_columns
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Recipe, Role, Step
 from backstash.tensors import GroupedTensor, QuantizedTensor
@@ -63,7 +64,8 @@ class Call:
         self, operand: Operand, x: Tensor, source_R: Tensor, ends_G: Tensor
     ) -> Tensor:
         """:meth:`rows` of ``x[source_R]``; a row that goes to many places is quantized once."""
-        format = self.format(operand, Phase.FORWARD)
+        phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
+        format = self.format(operand, phase)
         if _is_plain(format) or not format.along(Usage.ROWWISE).has_lone_rows:
             return self.rows(operand, kernels.permute(x, source_R), ends_G)
         read = self._quantize(operand, format, x, Usage.ROWWISE, None)
@@ -84,8 +86,10 @@ class Call:
 
     def gathered_columns(
         self, operand: Operand, x: Tensor, source_R: Tensor, ends_G: Tensor
-    ) -> Tensor | Columns:
+    ) -> Tensor | Columns | Gathered:
         """:meth:`columns` of ``x[source_R]``."""
+        if _is_plain(self.format(operand, Phase.BACKWARD)):
+            return Gathered(x, source_R)
         if self._column_usage is Usage.COLUMNWISE:
             format = self.format(operand, Phase.BACKWARD).along(Usage.COLUMNWISE)
             if (columns := columns_of(format, x, ends_G, source_R)) is not None:
@@ -124,8 +128,8 @@ class Call:
         return both.only(Usage.ROWWISE), _grouped(both.only(Usage.COLUMNWISE), ends_G)
 
     def gradient_pair(
-        self, dy: Tensor, ends_G: Tensor | None = None, *, turned: bool = False
-    ) -> tuple[Tensor, Tensor | Columns]:
+        self, dy: Tensor | Gathered, ends_G: Tensor | None = None, *, turned: bool = False
+    ) -> tuple[Tensor | Gathered, Tensor | Columns | Gathered]:
         """The output gradient for both backward matmuls: one pass over ``dy``.
 
         With ``turned`` the columns are already as a float8 unit reads them.
@@ -134,7 +138,11 @@ class Call:
         if _is_plain(format):
             return dy, dy
         if turned and isinstance(format, Float8Rowwise) and ends_G is not None:
+            if isinstance(dy, Gathered):
+                given = Operand.GRADIENT, dy.values_TH, dy.source_R, ends_G
+                return self.gathered_rows(*given), self.gathered_columns(*given)
             return rows_and_columns(format, dy, ends_G)
+        dy = matrix(dy)
         both = self._quantize(Operand.GRADIENT, format, dy, Usage.BOTH, ends_G)
         return both.only(Usage.ROWWISE), both.only(Usage.COLUMNWISE)
 

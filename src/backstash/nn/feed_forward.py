@@ -1,8 +1,9 @@
 """Two matmuls with an activation between them, for one weight pair or for G experts.
 
 What backward needs of the middle is the pre-activation ``h`` alone: the activation is
-elementwise, so it is computed again, and for a gated one ``h`` says both halves.  ``h`` may
-be kept in a low-precision format if the recipe gives its role one.
+elementwise, so it is computed again, in the pass that reads ``h`` for its gradient, and for a
+gated one ``h`` says both halves.  ``h`` may be kept in a low-precision format if the recipe gives
+its role one.  It goes as soon as that pass is over.
 
 A routing weight ``prob_T`` multiplies each row's activation, and so the whole output of the
 expert: the second bias, which comes after the activation, is multiplied by it as well.
@@ -14,8 +15,9 @@ Letters: T rows, H model features, F columns of ``h``, I columns of the activati
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,26 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.nn.call import Kept
+from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
 from backstash.nn.projection import Needs, Projection
 from backstash.recipes import Operand
+
+Value = TypeVar("Value")
+
+
+class Once(Generic[Value]):
+    """A value that is given away once, and goes as soon as whoever took it is done with it.
+
+    Where ``is_alone`` nobody else holds it, so its memory may be written as well.
+    """
+
+    def __init__(self, value: Value, *, is_alone: bool = False) -> None:
+        self._values = [value]
+        self.is_alone = is_alone
+
+    def take(self) -> Value:
+        return self._values.pop()
 
 
 class Weights(NamedTuple):
@@ -38,10 +57,22 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What belongs to the rows: their routing weights and the ends of their groups."""
+    """What belongs to the rows: their routing weights, the ends of their groups, their tokens.
+
+    With ``slots_TK``, the rows of each token, gradients of rows are wanted added up.
+    """
 
     prob_T: Tensor | None
     ends_G: Tensor | None
+    slots_TK: Tensor | None = None
+
+
+class _Middle(NamedTuple):
+    """Gradients of ``h`` and of the routing weights, and the activation; None where unwanted."""
+
+    dh_TF: Tensor | None
+    dprob_T: Tensor | None
+    a_TI: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +109,13 @@ class FeedForward:
     activation: str
 
     def forward(
-        self, x_rows: Tensor, weights: Weights, rows: Rows, wanted: Wanted
+        self, x_rows: Once[Tensor], weights: Weights, rows: Rows, wanted: Wanted
     ) -> tuple[Tensor, Kept | None]:
         """Give the output and ``h`` to save; ``x_rows`` is as the first matmul reads it."""
-        h_TF = self.fc1.forward(x_rows, weights.fc1_weight, weights.fc1_bias, rows.ends_G)
+        h_TF = self.fc1.forward(x_rows.take(), weights.fc1_weight, weights.fc1_bias, rows.ends_G)
         a_TI = kernels.activate(h_TF, rows.prob_T, self.activation)
         a_rows = self.fc2.call.rows(Operand.INPUT, a_TI, rows.ends_G)
+        del a_TI
         fc2_bias = weights.fc2_bias if rows.prob_T is None else None
         y_TH = self.fc2.forward(a_rows, weights.fc2_weight, fc2_bias, rows.ends_G)
         if weights.fc2_bias is not None and rows.prob_T is not None:
@@ -95,37 +127,84 @@ class FeedForward:
 
     def backward(
         self,
-        dy_TH: Tensor,
-        kept_h: Any,
-        read_x: Callable[[], Tensor | Columns],
+        dy_TH: Tensor | Gathered,
+        kept_h: Once[Any],
+        read_x: Callable[[], Tensor | Columns | Gathered],
         parameters: tuple[Weights, Rows],
         wanted: Wanted,
     ) -> tuple[Tensor | None, Tensor | None, Weights]:
-        """Give the gradients of the rows, of the routing weights and of the parameters."""
+        """Give the gradients of the rows, of the routing weights and of the parameters.
+
+        With ``rows.slots_TK`` that of the rows is added up over each token's.
+        """
         weights, rows = parameters
+        if weights.fc2_bias is not None or wanted.weights.fc2_bias:
+            dy_TH = matrix(dy_TH)
+        needs = wanted.fc2._replace(bias=False)
+        full = self.fc2.backward_weight(weights.fc2_weight, needs)
+        dy_rows, dy_columns = self.fc2.gradient_operands(dy_TH, full, needs, rows.ends_G)
+        middle = self._through_activation(dy_rows, full, kept_h, rows, wanted)
+        del dy_rows, full
+        dh_TF, dprob_T, a_TI = middle
+        del middle
+        dfc2_weight = None
+        if a_TI is not None:
+            read_a = functools.partial(self.fc2.call.columns, Operand.INPUT, a_TI, rows.ends_G)
+            dfc2_weight = self.fc2.deliver(weights.fc2_weight, dy_columns, read_a, rows.ends_G)
+            del read_a
+        del a_TI, dy_columns
+        dfc2_bias, dprob_T = self._bias_gradients(dy_TH, dprob_T, parameters, wanted)
+        if dh_TF is None:
+            return None, None, Weights(None, None, dfc2_weight, dfc2_bias)
+        fc1 = self.fc1.backward(
+            dh_TF, weights.fc1_weight, read_x, wanted.fc1, rows.ends_G, rows.slots_TK
+        )
+        return fc1.x, dprob_T, Weights(fc1.weight, fc1.bias, dfc2_weight, dfc2_bias)
 
-        def read_a() -> Tensor | Columns:
-            h_TF = self.fc1.call.kept_values(kept_h)
-            a_TI = kernels.activate(h_TF, rows.prob_T, self.activation)
-            return self.fc2.call.columns(Operand.INPUT, a_TI, rows.ends_G)
+    def _through_activation(
+        self,
+        dy_rows: Tensor | Gathered | None,
+        full: Tensor | None,
+        kept_h: Once[Any],
+        rows: Rows,
+        wanted: Wanted,
+    ) -> _Middle:
+        """The gradients of ``h`` and of the routing weights, and the activation again."""
+        if not wanted.fc2.matmul:
+            return _Middle(None, None, None)
+        h_TF, prob_T = self.fc1.call.kept_values(kept_h.take()), rows.prob_T
+        if dy_rows is None or full is None:
+            return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation))
+        da_TI = self.fc2.input_gradient(matrix(dy_rows), self.fc2.weight_columns(full), rows.ends_G)
+        # What is not read again makes room: the activation takes the place of its gradient, and
+        # the gradient of h that of h.
+        dh_TF = h_TF if kept_h.is_alone else h_TF.new_empty(h_TF.shape)
+        dprob_T = None if prob_T is None else prob_T.new_zeros(prob_T.shape)
+        a_TI = da_TI if wanted.weights.fc2_weight else None
+        into = kernels.ActivationGradients(dh_TF, dprob_T, a_TI)
+        kernels.activate_backward(da_TI, h_TF, prob_T, self.activation, into)
+        return _Middle(dh_TF, dprob_T, a_TI)
 
-        needs = wanted.fc2 if rows.prob_T is None else wanted.fc2._replace(bias=False)
-        fc2 = self.fc2.backward(dy_TH, weights.fc2_weight, read_a, needs, rows.ends_G)
-        fc2_bias = fc2.bias
-        if rows.prob_T is not None and wanted.weights.fc2_bias:
-            weighted_TH = dy_TH * _valid(rows.prob_T, rows).unsqueeze(1)
-            fc2_bias = kernels.group_sum(weighted_TH, _ends(rows))
-        if fc2.x is None:
-            return None, None, Weights(None, None, fc2.weight, fc2_bias)
-        h_TF = self.fc1.call.kept_values(kept_h)
-        dh_TF, dprob_T = kernels.activate_backward(fc2.x, h_TF, rows.prob_T, self.activation)
+    def _bias_gradients(
+        self,
+        dy_TH: Tensor | Gathered,
+        dprob_T: Tensor | None,
+        parameters: tuple[Weights, Rows],
+        wanted: Wanted,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The second bias's gradient, and that of the routing weights with the bias's share."""
+        weights, rows = parameters
+        dbias = None
+        if wanted.weights.fc2_bias:
+            dy = matrix(dy_TH)
+            if rows.prob_T is not None:
+                dy = dy * _valid(rows.prob_T, rows).unsqueeze(1)
+            dbias = self.fc2.bias_gradient(dy, rows.ends_G)
         if dprob_T is not None and weights.fc2_bias is not None:
-            bias_TH = _bias_rows(dy_TH, weights.fc2_bias, rows)
-            dprob_T = dprob_T + (dy_TH * bias_TH).sum(1, dtype=torch.float32).to(dprob_T.dtype)
-        if dprob_T is not None:
-            dprob_T = _valid(dprob_T, rows)
-        fc1 = self.fc1.backward(dh_TF, weights.fc1_weight, read_x, wanted.fc1, rows.ends_G)
-        return fc1.x, dprob_T, Weights(fc1.weight, fc1.bias, fc2.weight, fc2_bias)
+            dy = matrix(dy_TH)
+            bias_TH = _bias_rows(dy, weights.fc2_bias, rows)
+            dprob_T = dprob_T + (dy * bias_TH).sum(1, dtype=torch.float32).to(dprob_T.dtype)
+        return dbias, None if dprob_T is None else _valid(dprob_T, rows)
 
 
 def checked_activation(activation: str) -> str:

@@ -2,7 +2,8 @@
 
 Kept for backward are the input and the pre-activation.  With a :class:`RowMap` the rows are
 gathered inside, so the input that is kept is the tokens themselves, once, not a copy for
-each expert that a token was sent to.
+each expert that a token was sent to.  With ``combined`` the outputs are added up inside as well,
+and of their gradient, too, there are never more copies than a product needs at a time.
 
 Letters: T tokens, K experts a token, R rows of the buffer (T without a row map), H model
 features, F columns of the pre-activation, I columns of the activation, G groups.
@@ -21,12 +22,14 @@ from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.feed_forward import (
     FeedForward,
+    Once,
     Rows,
     Wanted,
     Weights,
     checked_activation,
     preactivation_columns,
 )
+from backstash.nn.gathered import Gathered
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
 from backstash.nn.operands import Columns
@@ -34,7 +37,7 @@ from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import differentiable_once, save_for_backward, saved_values
+from backstash.saving import differentiable_once, is_hooked, save_for_backward, taken_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Plan:
 
     feed_forward: FeedForward
     keep: Keep
+    is_combined: bool
+    is_hooked: bool
 
     def wanted(self, needed: tuple[bool, ...]) -> Wanted:
         """What the matmuls must give for (x, routing weights, weights...)."""
@@ -72,19 +77,21 @@ class _GroupedMLP(torch.autograd.Function):
         reads_x, kept = wanted.weights.fc1_weight, None
         if source_R is None:
             x_rows, kept = fc1.call.input_pair(x_TH.contiguous(), ends_G, keep=reads_x)
+            x_rows = Once(x_rows)
         else:
-            x_rows = fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G)
+            x_rows = Once(fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G))
         y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
         if plan.keep is not Keep.NOTHING:
-            # Only dx and a second gather read the map; only dh and the activation the rest.
+            # Only dx and further gathers read the map; only dh and the activation the rest.
+            gathers = reads_x or plan.is_combined
             placement = Placement(
                 ends_G,
-                source_R if reads_x else None,
+                source_R if gathers else None,
                 slots_TK if wanted.x else None,
             )
             save_for_backward(
                 ctx,
-                kept if source_R is None or not reads_x else x,
+                x if source_R is not None and reads_x else kept,
                 prob_R,
                 h,
                 weights.fc1_weight,
@@ -93,35 +100,39 @@ class _GroupedMLP(torch.autograd.Function):
                 *placement,
             )
         ctx.plan = plan
+        if plan.is_combined:
+            return kernels.unpermute(y_RH, slots_TK).view(*x.shape[:-1], y_RH.shape[1])
         return y_RH if source_R is not None else y_RH.view(*x.shape[:-1], y_RH.shape[1])
 
     @staticmethod
     @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = saved_values(ctx)
-        ends_G, source_R, slots_TK = Placement(*placed)
         plan = ctx.plan
+        values, is_last = taken_values(ctx)
+        kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = values
+        del values
+        h = Once(h, is_alone=is_last and not plan.is_hooked)
+        ends_G, source_R, slots_TK = Placement(*placed)
         fc1 = plan.feed_forward.fc1
+        dy_RH = as_rows(dy)
+        if plan.is_combined and source_R is not None:
+            dy_RH = Gathered(dy_RH, source_R)
 
-        def read_x() -> Tensor | Columns:
+        def read_x() -> Tensor | Columns | Gathered:
             if source_R is None:
                 return fc1.call.kept_operand(kept)
             return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
 
-        dx_RH, dprob_R, dweights = plan.feed_forward.backward(
-            as_rows(dy),
+        dx, dprob_R, dweights = plan.feed_forward.backward(
+            dy_RH,
             h,
             read_x,
-            (Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G)),
+            (Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G, slots_TK)),
             plan.wanted(ctx.needs_input_grad),
         )
-        if dx_RH is None:
-            dx = None
-        elif slots_TK is not None:
-            dx = kernels.unpermute(dx_RH, slots_TK)
-        else:
-            dx = dx_RH.view(*dy.shape[:-1], dx_RH.shape[1])
+        if dx is not None and (slots_TK is None or plan.is_combined):
+            dx = dx.view(*dy.shape[:-1], dx.shape[1])
         return dx, dprob_R if ctx.needs_input_grad[1] else None, *dweights, None, None, None, None
 
 
@@ -197,6 +208,7 @@ class GroupedMLP(Layer):
         probs: Tensor | None = None,
         *,
         rows: RowMap | None = None,
+        combined: bool = False,
     ) -> Tensor:
         """Run each expert on its group of rows.
 
@@ -205,25 +217,27 @@ class GroupedMLP(Layer):
             m_splits: Rows of each expert: a list, or integers on the host or the device.
             probs: One weight for each row, multiplied onto the expert's output.
             rows: Which token each row copies; the rows are gathered inside.
+            combined: Add up the outputs of each token's rows, as ``kernels.unpermute`` does.
 
         Returns:
-            ``(*, H)``; with ``rows``, ``(R, H)`` sorted by expert.  Rows past the last
-            group are zeros.
+            ``(*, H)``; with ``rows``, ``(R, H)`` sorted by expert, unless they are ``combined``.
+            Rows past the last group are zeros.
 
         Raises:
             ShapeError, DtypeError, DeviceError: an argument does not fit the weights.
-            ConfigError: ``fuse_wgrad_accumulation`` and a weight has no ``main_grad``.
+            ConfigError: ``fuse_wgrad_accumulation`` and a weight has no ``main_grad``, or
+                ``combined`` without ``rows``.
         """
         dtype = self.compute_dtype(x, self.hidden_size, self.fc1_weight)
         count = x.shape[:-1].numel()
         if rows is not None:
-            if not isinstance(rows, RowMap):
-                raise ConfigError(
-                    f"rows must be a RowMap, got {type(rows).__name__}; make one from what "
-                    "kernels.sort_by_expert returned"
-                )
-            rows.check(as_rows(x))
+            _check_rows(rows, as_rows(x))
             count = rows.rows
+        elif combined:
+            raise ConfigError(
+                "combined adds up the rows of each token, and without rows nobody knows which "
+                "these are; pass rows=RowMap(...), or leave combined out"
+            )
         if probs is not None:
             _check_probs(probs, count, x.device)
         ends_G = group_ends(m_splits, self.num_gemms, count, x.device)
@@ -242,7 +256,7 @@ class GroupedMLP(Layer):
             ends_G,
             None if rows is None else rows.source_R,
             None if rows is None else rows.slots_TK,
-            Plan(feed_forward, self.keep(feed_forward.fc1.call)),
+            Plan(feed_forward, self.keep(feed_forward.fc1.call), combined, is_hooked()),
         )
 
     def extra_repr(self) -> str:
@@ -252,6 +266,15 @@ class GroupedMLP(Layer):
             f"ffn_hidden_size={self.ffn_hidden_size}, bias={self.fc1_bias is not None}, "
             f"activation={self.activation!r}"
         )
+
+
+def _check_rows(rows: RowMap, x_TH: Tensor) -> None:
+    if not isinstance(rows, RowMap):
+        raise ConfigError(
+            f"rows must be a RowMap, got {type(rows).__name__}; make one from what "
+            "kernels.sort_by_expert returned"
+        )
+    rows.check(x_TH)
 
 
 def _check_probs(prob_R: Tensor, rows: int, device: torch.device) -> None:

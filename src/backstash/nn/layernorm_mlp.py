@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backstash.nn.feed_forward import (
     FeedForward,
+    Once,
     Rows,
     Wanted,
     Weights,
@@ -29,7 +30,7 @@ from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import differentiable_once, save_for_backward, saved_values
+from backstash.saving import differentiable_once, is_hooked, save_for_backward, taken_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Plan:
     feed_forward: FeedForward
     normalization: Normalization
     keep: Keep
+    is_hooked: bool
 
     def wanted(self, needed: tuple[bool, ...]) -> Wanted:
         """What the matmuls must give for (x, norm weight, norm bias, weights...)."""
@@ -55,7 +57,7 @@ class _LayerNormMLP(torch.autograd.Function):
         wanted = plan.wanted(ctx.needs_input_grad)
         fc1 = plan.feed_forward.fc1
         normalized_TH, statistics = plan.normalization.forward(as_rows(x), norm_weight, norm_bias)
-        x_rows = fc1.call.rows(Operand.INPUT, normalized_TH.to(fc1.dtype))
+        x_rows = Once(fc1.call.rows(Operand.INPUT, normalized_TH.to(fc1.dtype)))
         del normalized_TH
         weights = Weights(*weights)
         y_TH, h = plan.feed_forward.forward(x_rows, weights, Rows(None, None), wanted)
@@ -70,9 +72,12 @@ class _LayerNormMLP(torch.autograd.Function):
     @differentiable_once
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, fc1_weight, fc2_weight, *norm = saved_values(ctx)
-        x, mean, rstd, norm_weight, norm_bias = norm
         plan = ctx.plan
+        values, is_last = taken_values(ctx)
+        h, fc1_weight, fc2_weight, *norm = values
+        del values
+        h = Once(h, is_alone=is_last and not plan.is_hooked)
+        x, mean, rstd, norm_weight, norm_bias = norm
         fc1 = plan.feed_forward.fc1
 
         def read_x() -> Tensor | Columns:
@@ -174,7 +179,8 @@ class LayerNormMLP(Layer):
             self.projection(self.fc2_weight, dtype, "fc2"),
             self.activation,
         )
-        plan = Plan(feed_forward, self.normalization, self.keep(feed_forward.fc1.call))
+        keep = self.keep(feed_forward.fc1.call)
+        plan = Plan(feed_forward, self.normalization, keep, is_hooked())
         return _LayerNormMLP.apply(
             x,
             self.layer_norm_weight,

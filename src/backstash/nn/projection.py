@@ -24,11 +24,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from backstash import kernels
 from backstash.errors import ShapeError
-from backstash.nn import product
+from backstash.nn import gathered, product
 from backstash.nn.call import Call
+from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
 from backstash.nn.weight_grad import WeightGradient
 from backstash.recipes import Operand, Phase
@@ -87,57 +89,108 @@ class Projection:
         self,
         dy_TN: Tensor,
         weight: Tensor,
-        read_x: Callable[[], Tensor | Columns],
+        read_x: Callable[[], Tensor | Columns | Gathered],
         needs: Needs,
         ends_G: Tensor | None = None,
+        slots_TK: Tensor | None = None,
     ) -> Gradients:
         """Give the gradients that ``needs`` names.
 
         ``read_x`` gives the columns of ``x`` when the weight gradient is computed, which may
-        be long after this call.
+        be long after this call.  With ``slots_TK`` the gradient of ``x`` is that of each row's
+        token, added up over the token's rows.
         """
-        full = materialize_weight_for_backward(weight)[0] if needs.x else None
-        dy_rows, dy_columns = self._gradient_operands(dy_TN, full, needs, ends_G)
-        dbias = self._bias_gradient(dy_TN, ends_G) if needs.bias else None
+        full = self.backward_weight(weight, needs)
+        dy_rows, dy_columns = self.gradient_operands(dy_TN, full, needs, ends_G)
+        dbias = self.bias_gradient(dy_TN, ends_G) if needs.bias else None
         dx = None
         if dy_rows is not None and full is not None:
-            w_columns = self._weight(self.call.columns, full)
-            dx = product.input_gradient(
-                dy_rows, w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
-            )
+            w_columns = self.weight_columns(full)
+            if slots_TK is not None and ends_G is not None:
+                dx = self._token_gradient(matrix(dy_rows), w_columns, ends_G, slots_TK)
+            else:
+                dx = self.input_gradient(matrix(dy_rows), w_columns, ends_G)
             del w_columns
         del dy_rows, full
+        dweight = self.deliver(weight, dy_columns, read_x, ends_G)
+        return Gradients(dx, dweight, dbias)
+
+    def backward_weight(self, weight: Tensor, needs: Needs) -> Tensor | None:
+        """The full weight, if the input gradient is wanted, which reads it."""
+        return materialize_weight_for_backward(weight)[0] if needs.x else None
+
+    def weight_columns(self, full: Tensor) -> Tensor | Columns:
+        """The weight as the input gradient reads it."""
+        return self._weight(self.call.columns, full)
+
+    def input_gradient(
+        self, dy_rows: Tensor, w_columns: Tensor | Columns, ends_G: Tensor | None
+    ) -> Tensor:
+        """Multiply operands that are already as the matmul reads them."""
+        return product.input_gradient(
+            dy_rows, w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+        )
+
+    def _token_gradient(
+        self, dy_rows: Tensor, w_columns: Tensor | Columns, ends_G: Tensor, slots_TK: Tensor
+    ) -> Tensor:
+        """:meth:`input_gradient`, added up over each token's rows."""
+        if not isinstance(w_columns, Columns) and _are_plain(self.dtype, dy_rows, w_columns):
+            return gathered.token_gradient(dy_rows, w_columns, ends_G, slots_TK)
+        dx_RK = self.input_gradient(dy_rows, w_columns, ends_G)
+        return kernels.unpermute(dx_RK, slots_TK)
+
+    def deliver(
+        self,
+        weight: Tensor,
+        dy_columns: Tensor | Columns | Gathered | None,
+        read_x: Callable[[], Tensor | Columns | Gathered],
+        ends_G: Tensor | None,
+    ) -> Tensor | None:
+        """Compute the weight gradient, now or later; returns what autograd receives for it."""
         if dy_columns is None:
-            return Gradients(dx, None, dbias)
+            return None
 
         def weight_gradient() -> Tensor:
+            dy, x = dy_columns, read_x()
+            if not isinstance(dy, Columns) and not isinstance(x, Columns):
+                is_gathered = isinstance(dy, Gathered) or isinstance(x, Gathered)
+                if is_gathered and ends_G is not None and _are_plain(self.dtype, dy, x):
+                    return gathered.weight_gradient(dy, x, ends_G)
+            dy = dy.matrix() if isinstance(dy, Gathered) else dy
+            x = x.matrix() if isinstance(x, Gathered) else x
             return product.weight_gradient(
-                dy_columns, read_x(), self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+                dy, x, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
             )
 
-        return Gradients(dx, self.weight_gradient.give(weight, weight_gradient), dbias)
+        return self.weight_gradient.give(weight, weight_gradient)
 
     @property
     def _decode_in_matmul(self) -> bool:
         return self.call.recipe.decode_in_matmul
 
-    def _gradient_operands(
-        self, dy_TN: Tensor, full: Tensor | None, needs: Needs, ends_G: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | Columns | None]:
+    def gradient_operands(
+        self,
+        dy_TN: Tensor | Gathered,
+        full: Tensor | None,
+        needs: Needs,
+        ends_G: Tensor | None,
+    ) -> tuple[Tensor | Gathered | None, Tensor | Columns | Gathered | None]:
+        """The output gradient as each of the wanted products reads it."""
         if full is not None and needs.weight:
             turned = self._reads_turned(dy_TN, full.shape[-1], ends_G)
             return self.call.gradient_pair(dy_TN, ends_G, turned=turned)
         if needs.x:
-            return self.call.rows(Operand.GRADIENT, dy_TN, ends_G), None
+            return self.call.rows(Operand.GRADIENT, matrix(dy_TN), ends_G), None
         if needs.weight:
-            columns = self.call.columns(Operand.GRADIENT, dy_TN, ends_G)
+            columns = self.call.columns(Operand.GRADIENT, matrix(dy_TN), ends_G)
             if isinstance(columns, Columns) and self.weight_gradient.queue is not None:
                 # What waits for backward_dw() is kept in few bytes, not as it came.
                 return None, columns.quantized()
             return None, columns
         return None, None
 
-    def _reads_turned(self, dy_TN: Tensor, features: int, ends_G: Tensor | None) -> bool:
+    def _reads_turned(self, dy_TN: Tensor | Gathered, features: int, ends_G: Tensor | None) -> bool:
         """Whether the weight gradient follows at once, and reads codes that are turned."""
         if ends_G is None or self.weight_gradient.queue is not None:
             return False
@@ -148,7 +201,8 @@ class Projection:
         sizes = dy_TN.shape[0], features, dy_TN.shape[1]
         return product.reads_turned((one, other), sizes, self.dtype, ends_G)
 
-    def _bias_gradient(self, dy_TN: Tensor, ends_G: Tensor | None) -> Tensor:
+    def bias_gradient(self, dy_TN: Tensor, ends_G: Tensor | None) -> Tensor:
+        """Add up the output gradient, over all rows or over each group's."""
         # Summed in float32 whatever the dtype of dy; autograd casts it to the bias's dtype.
         wide = torch.promote_types(dy_TN.dtype, torch.float32)
         if ends_G is None:
@@ -165,6 +219,12 @@ class Projection:
         G, N, _ = full.shape
         ends_G = equal_groups(G, N, full.device)
         return read(Operand.WEIGHT, full.flatten(0, 1), ends_G).view(full.shape)
+
+
+def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered) -> bool:
+    """Whether these are values of the layer's dtype, and no codes."""
+    kinds = (Tensor, Parameter, Gathered)
+    return all(type(one) in kinds and one.dtype == dtype for one in operands)
 
 
 def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:

@@ -5,7 +5,7 @@ saved-tensor hooks, ``marks`` knows how much of a buffer is real, ``meter`` coun
 """
 
 from backstash.saving.double import differentiable_once
-from backstash.saving.hooks import Handler, saving
+from backstash.saving.hooks import Handler, is_hooked, saving
 from backstash.saving.marks import mark_grouped_tensor, valid_rows
 from backstash.saving.meter import Meter
 from backstash.saving.records import (
@@ -16,6 +16,7 @@ from backstash.saving.records import (
     restore_from_saved,
     save_for_backward,
     saved_values,
+    taken_values,
 )
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Meter",
     "Records",
     "differentiable_once",
+    "is_hooked",
     "keep_identity",
     "mark_grouped_tensor",
     "prepare_for_saving",
@@ -31,5 +33,6 @@ __all__ = [
     "save_for_backward",
     "saved_values",
     "saving",
+    "taken_values",
     "valid_rows",
 ]

@@ -173,6 +173,11 @@ def is_saving() -> bool:
     return top is not None and _frame_of(top) is not None
 
 
+def is_hooked() -> bool:
+    """Does any pair of saved-tensor hooks see what is saved now?  It may hold it for good."""
+    return top_hooks(True) is not None
+
+
 def announce(tensors: Sequence[Tensor | None]) -> None:
     """Tell handlers which tensors an autograd node will save together, before it does.
 

@@ -26,7 +26,7 @@ The hooks themselves are in :mod:`backstash.saving.hooks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ from backstash.saving.slots import (
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 _MARKER = "is_distributed_weight"
+#: Whether the backward that runs now keeps what it reads for another one.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 _SHORT = 16
 # Keyed by the object, weakly: an attribute on the tensor would be lost where it matters.
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -286,6 +288,20 @@ def saved_values(ctx: Any) -> tuple[Any, ...]:
             "got one without records; call backstash.save_for_backward there, not ctx's own"
         )
     return restore_from_saved(records, ctx.saved_tensors)
+
+
+def taken_values(ctx: Any) -> tuple[tuple[Any, ...], bool]:
+    """:func:`saved_values`, and whether autograd has let go of them: the graph is not retained.
+
+    Then what is no longer read can go before backward has ended, which is when autograd would
+    let go of it; and what no hook has seen either may be written.
+
+    Raises:
+        NothingSavedError, ModifiedError: as :func:`saved_values` does.
+    """
+    values = saved_values(ctx)
+    ctx.maybe_clear_saved_tensors()
+    return values, not _keeps_graph()
 
 
 restore_from_func_ctx = saved_values

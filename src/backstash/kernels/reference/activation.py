@@ -35,10 +35,11 @@ _CURVE_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 
 
 class ActivationGradients(NamedTuple):
-    """Where :func:`activate_backward` writes: views of larger buffers, rows side by side.
+    """Where :func:`activate_backward` writes, rows side by side.
 
     With ``a_TI`` the activation itself is written as well: it is computed anyway, and the
-    gradient of the matmul after it reads it.
+    gradient of the matmul after it reads it.  ``dh_TF`` may be what ``h_TF`` is read from, and
+    ``a_TI`` what ``da_TI`` is.
     """
 
     dh_TF: Tensor
@@ -95,11 +96,11 @@ def activate_backward(
     dh = da * slope if up is None else torch.cat([da * up * slope, da * value], dim=1)
     if into is None:
         return dh.to(h_TF.dtype), dprob_T
+    if into.a_TI is not None:
+        into.a_TI.copy_(activate(h_TF, prob_T, activation))
     into.dh_TF.copy_(dh)
     if into.dprob_T is not None and dprob_T is not None:
         into.dprob_T.copy_(dprob_T)
-    if into.a_TI is not None:
-        into.a_TI.copy_(activate(h_TF, prob_T, activation))
     return into.dh_TF, into.dprob_T
 
 

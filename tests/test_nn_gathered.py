@@ -1,0 +1,139 @@
+"""Copies of tokens that are made a piece at a time give the bits of copies made at once."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backstash import kernels
+from backstash.nn import GroupedMLP, RowMap, gathered
+from backstash.nn.gathered import Gathered
+
+T, K, G = 40, 2, 3
+
+
+def whole(*shape: int) -> Tensor:
+    """Small whole numbers: their sums are exact in any order, as a CPU's matmul needs it here."""
+    return torch.randint(-4, 5, shape).float()
+
+
+def row_map() -> tuple[RowMap, Tensor]:
+    expert_TK = torch.stack([torch.randperm(G)[:K] for _ in range(T)])
+    source_R, slots_TK, counts_G = kernels.sort_by_expert(expert_TK, G)
+    return RowMap(source_R, slots_TK), counts_G
+
+
+def cut(monkeypatch: Any, piece_bytes: int) -> None:
+    for name in ("_BESIDE_WEIGHTS", "_ELSEWHERE"):
+        monkeypatch.setattr(gathered, name, piece_bytes)
+    monkeypatch.setattr(gathered, "_UNIT", 8)
+
+
+@pytest.fixture(params=[1, 6_000, 2**27], ids=["many", "some", "one"])
+def pieces(request: Any, monkeypatch: Any) -> int:
+    """The most bytes of a piece."""
+    cut(monkeypatch, request.param)
+    return request.param
+
+
+def test_pieces_are_columns_of_the_copies_and_cover_them(pieces: int) -> None:
+    values, source = whole(T, 30), torch.arange(T * K) // K
+    rows = Gathered(values, source)
+    assert (rows.shape, rows.dtype) == ((T * K, 30), torch.float32)
+    found = list(gathered._column_pieces(rows))
+    assert torch.equal(torch.cat([rows.columns(piece) for piece in found], 1), values[source])
+    assert len(found) == {1: 4, 6_000: 2, 2**27: 1}[pieces]
+    assert torch.equal(gathered.matrix(rows), values[source])
+    assert gathered.matrix(values) is values
+    none = Gathered(values[:, :0], source)
+    assert [none.columns(piece).shape for piece in gathered._column_pieces(none)] == [(T * K, 0)]
+
+
+@pytest.mark.parametrize("side", ["gradient", "input"])
+def test_a_weight_gradient_in_pieces_is_the_whole_one(side: str, pieces: int) -> None:
+    rows, counts_G = row_map()
+    ends_G = counts_G.cumsum(0).int()
+    tokens, other = Gathered(whole(T, 30), rows.source_R), whole(T * K, 20)
+    one, two = (tokens, other) if side == "gradient" else (other, tokens)
+    wanted = kernels.grouped_mm_dw(gathered.matrix(one), gathered.matrix(two), ends_G)
+    assert torch.equal(gathered.weight_gradient(one, two, ends_G), wanted)
+
+
+def test_a_token_gradient_in_pieces_is_the_whole_one(pieces: int) -> None:
+    rows, counts_G = row_map()
+    ends_G = counts_G.cumsum(0).int()
+    dy, weight = whole(T * K, 20), whole(G, 20, 30)
+    wanted = kernels.unpermute(kernels.grouped_mm_dx(dy, weight, ends_G), rows.slots_TK)
+    assert torch.equal(gathered.token_gradient(dy, weight, ends_G, rows.slots_TK), wanted)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_an_expert_layer_in_pieces_is_the_whole_one(later: bool, monkeypatch: Any) -> None:
+    rows, counts_G = row_map()
+    x, dy, prob = whole(T, 24), whole(T, 24), whole(T * K)
+    results = []
+    for piece_bytes in (2**27, 1):
+        cut(monkeypatch, piece_bytes)
+        torch.manual_seed(3)
+        module = GroupedMLP(G, 24, 16, activation="reglu", delay_wgrad_compute=later)
+        for weight in module.parameters():
+            weight.data.copy_(whole(*weight.shape))
+        leaves = x.clone().requires_grad_(), prob.clone().requires_grad_()
+        y = module(leaves[0], counts_G, leaves[1], rows=rows, combined=True)
+        y.backward(dy)
+        if later:
+            module.backward_dw()
+        results.append([y.detach(), *(leaf.grad for leaf in (*leaves, *module.parameters()))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["freed", "retained"])
+def test_the_preactivation_goes_before_the_first_weights_gradient_is_made(
+    retain: bool, monkeypatch: Any
+) -> None:
+    rows, counts_G = row_map()
+    module, kept, alive = GroupedMLP(G, 24, 16), [], []
+    multiply = kernels.grouped_mm_dw
+    monkeypatch.setattr(
+        kernels,
+        "grouped_mm_dw",
+        lambda *args: alive.append(kept[0]() is not None) or multiply(*args),
+    )
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (T * K, 32):
+            kept.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = module(whole(T, 24), counts_G, rows=rows, combined=True)
+    first, *again = (
+        torch.autograd.grad(y.sum(), module.fc1_weight, retain_graph=retain)[0]
+        for _ in range(1 + retain)
+    )
+    # Once for each of the two weights, in each backward.
+    assert alive == [retain] * 2 * (1 + retain)
+    assert all(torch.equal(first, other) for other in again)
+
+
+@pytest.mark.parametrize("way", ["freed", "retained", "hooked"])
+def test_gradients_take_the_place_of_what_nobody_else_can_read(way: str, monkeypatch: Any) -> None:
+    rows, counts_G = row_map()
+    module, in_place = GroupedMLP(G, 24, 16), []
+    differentiate = kernels.activate_backward
+
+    def watch(da: Tensor, h: Tensor, prob: Any, name: str, into: Any) -> Any:
+        in_place.append((into.dh_TF is h, into.a_TI is da))
+        return differentiate(da, h, prob, name, into)
+
+    monkeypatch.setattr(kernels, "activate_backward", watch)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with hooks if way == "hooked" else contextlib.nullcontext():
+        y = module(whole(T, 24), counts_G, rows=rows, combined=True)
+    y.sum().backward(retain_graph=way == "retained")
+    assert in_place == [(way == "freed", True)]
