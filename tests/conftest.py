@@ -20,6 +20,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests in Triton's interpreter to the runs that it was started for."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    elsewhere = [item for item in items if item.get_closest_marker("interpreted")]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if not item.get_closest_marker("interpreted")]
+
+
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from interpreter import by_device, run_interpreted
 from test_kernels_grouped_mm import assert_close, by_counts, by_size, define, make
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-by_device = pytest.mark.parametrize("device", DEVICES)
 # The interpreter rounds 16-bit results wrongly.
 by_wide = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-# Triton must be told to interpret before it is imported: this starts a run that is.
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize(

@@ -6,25 +6,18 @@ casts to bfloat16 wrongly, so what is rotated here are whole numbers that need n
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from backstash.kernels.reference import hadamard, nvfp4
 from backstash.kernels.reference.blocks import column_amax, row_amax
 from backstash.kernels.reference.cast import amax, group_amax
+from interpreter import interpreted, run_interpreted
 from quantizer_cases import by_counts, by_special, grouped_values, special_matrix, values
 from twin_cases import assert_twin_bytes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Triton must be told to interpret before it is imported: the first test starts a run that is.
 # Numpy, which interprets, warns of a division by zero or a sum with an infinity.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-by_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 R = hadamard.hadamard_matrix(torch.device("cpu"))
 SEED = torch.tensor([2**62 + 5, -77])
 OPTIONS = {
@@ -36,14 +29,10 @@ by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.ke
 by_direction = pytest.mark.parametrize("direction", ["rows", "columns", "tiles"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_the_interpreted_twins_pass_these_tests() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "reference", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
 
 
 def check(direction, x, of_all, ends=None, rotation=None, **options):
@@ -68,7 +57,7 @@ def check(direction, x, of_all, ends=None, rotation=None, **options):
     assert_twin_bytes(got[:rows], wanted[:rows])
 
 
-@by_interpreter
+@interpreted
 @by_direction
 @by_options
 @pytest.mark.parametrize("shape", [(1, 1), (33, 35), (0, 64), (5, 0)], ids=str)
@@ -77,7 +66,7 @@ def test_a_matrix_is_the_references(shape, options, direction):
     check(direction, x, amax(x), **options)
 
 
-@by_interpreter
+@interpreted
 @by_direction
 @by_special
 def test_special_values_are_the_references(special, direction):
@@ -88,7 +77,7 @@ def test_special_values_are_the_references(special, direction):
     check(direction, x, torch.tensor([1e-42]), four_over_six=True)
 
 
-@by_interpreter
+@interpreted
 @by_direction
 @by_options
 @by_counts
@@ -97,7 +86,7 @@ def test_groups_are_the_references(counts, options, direction):
     check(direction, x, group_amax(x, ends), ends, **options)
 
 
-@by_interpreter
+@interpreted
 def test_magnitudes_of_rows_and_of_columns_are_the_references():
     x, ends = grouped_values([17, 0, 20], 7)
     check("rows", x, row_amax(x))
@@ -105,7 +94,7 @@ def test_magnitudes_of_rows_and_of_columns_are_the_references():
     check("columns", x, column_amax(x, ends), ends)
 
 
-@by_interpreter
+@interpreted
 @by_options
 @by_counts
 def test_rotated_columns_are_the_references(counts, options):
@@ -119,7 +108,7 @@ def test_rotated_columns_are_the_references(counts, options):
     check("columns", x, row_amax(of_all).flatten(), ends, R, **options)
 
 
-@by_interpreter
+@interpreted
 @by_counts
 def test_both_directions_from_one_launch_are_the_references(counts):
     from backstash.kernels import nvfp4_both as twin

@@ -7,9 +7,6 @@ package is installed.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -17,17 +14,14 @@ import torch
 
 from backstash.kernels.reference import pages as reference
 from backstash.kernels.reference.pages import PoolState
+from interpreter import interpreted, run_interpreted
 from pages_cases import Pool, check_restored, random_bytes, random_program
 
 PAGE = 64
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-# Triton must be told to interpret before it is imported: a test below starts a run that is.
 @pytest.fixture(
-    params=["reference", "interpreted"] if INTERPRETED else ["reference"], scope="module"
+    params=["reference", pytest.param("interpreted", marks=interpreted)], scope="module"
 )
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
     """The twin in PyTorch, and the one in Triton as its interpreter runs it."""
@@ -38,12 +32,8 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.mark.slow
 def test_the_interpreted_twins_pass_these_tests() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "interpreted and not twins", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
 
 
 def count(rows: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -6,9 +6,6 @@ The twins run in Triton's interpreter and on a GPU.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,29 +13,18 @@ import torch
 from backstash import kernels
 from backstash.errors import DtypeError, ShapeError
 from host_reads import no_host_reads
+from interpreter import by_device, run_interpreted
 from twin_cases import assert_twin_bytes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-by_device = pytest.mark.parametrize("device", DEVICES)
 SIZES = [(1, 1, 1), (63, 2, 5), (70, 3, 30), (30, 8, 128), (20, 6, 300)]
 by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 NAN, INFINITY = float("nan"), float("inf")
 
 
-# Triton must be told to interpret before it is imported: this starts a run that is.
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def twin(name):

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from interpreter import by_device, run_interpreted
 from quantizer_cases import by_counts
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-by_device = pytest.mark.parametrize("device", DEVICES)
 
-
-# Triton must be told to interpret before it is imported: this starts a run that is.
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def groups_by_size(ends, rows, device):

@@ -1,0 +1,31 @@
+"""Tests of kernels in Triton's interpreter, which run in a process of their own.
+
+Triton must be told to interpret before it is imported, so a test of each file starts a run
+that is.  Tests with the marker ``interpreted`` are those of that run; in any other they are
+deselected.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+interpreted = pytest.mark.interpreted
+#: In the interpreter, and on a GPU.
+by_device = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of a file that need the interpreter, and see that all of them ran."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "interpreted", file]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
