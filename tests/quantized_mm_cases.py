@@ -318,3 +318,23 @@ def multiplied_on_gpu(product: Product, dtype: torch.dtype) -> Tensor:
     ends_G = None if product.ends_G is None else product.ends_G.cuda()
     with no_host_reads():
         return product.multiply(a, b, ends_G, dtype)
+
+
+#: How far off the sum of a format's products is, on the matrix unit that adds them up.
+SUM_ERRORS = {"blocks": float8_sum, "mxfp8": bfloat16_sum, "nvfp4": nvfp4_sum}
+
+
+def check_products(name: str, shape: Shape, weight_blocks: str, count: int = 3) -> None:
+    """The first ``count`` products of a kind are those of its values, in two dtypes."""
+    for product in products(KINDS[name], shape, weight_blocks)[:count]:
+        for dtype in (torch.bfloat16, torch.float32):
+            got = multiplied_on_gpu(product, dtype)
+            assert got.dtype is dtype
+            assert_product(got, product, SUM_ERRORS[KINDS[name].format](product.terms))
+
+
+def check_exact_sums(name: str, shape: Shape, weight_blocks: str) -> None:
+    """Sums that need no rounding come out exactly."""
+    for product in products(KINDS[name], shape, weight_blocks, signs):
+        got = multiplied_on_gpu(product, torch.float32)
+        assert torch.equal(got.cpu().double(), product.exact)

@@ -23,17 +23,14 @@ sys.path.append(str(Path(__file__).parents[1]))
 from backstash import kernels
 from quantized_mm_cases import (
     KINDS,
+    SUM_ERRORS,
     assert_product,
-    bfloat16_sum,
-    float8_sum,
     multiplied_on_gpu,
-    nvfp4_sum,
     products,
 )
 
 # Rows of the groups, and features: whole units of the copy engine, and not.
 SHAPES = [([0, 1, 33], (48, 96)), ([5, 130, 0, 257], (33, 65)), ([70, 3, 200], (288, 416))]
-SUMS = {"blocks": float8_sum, "mxfp8": bfloat16_sum, "nvfp4": nvfp4_sum}
 
 
 def multiply_codes(kind: str) -> None:
@@ -42,7 +39,7 @@ def multiply_codes(kind: str) -> None:
         for weight_blocks in ("lines", "tiles"):
             for product in products(KINDS[kind], shape, weight_blocks):
                 got = multiplied_on_gpu(product, torch.bfloat16)
-                assert_product(got, product, SUMS[kind](product.terms))
+                assert_product(got, product, SUM_ERRORS[kind](product.terms))
 
 
 def multiply_plain() -> None:
