@@ -1,5 +1,9 @@
 """Rows of tokens to rows of experts and back on a GPU, each in one pass over the rows.
 
+A token's copies are far apart in the experts' order, so by the time that the next one is made its
+row has left the cache.  A few columns of all tokens fit into it: copies are made a strip of columns
+at a time, and memory is read once.
+
 The twins of ``backstash.kernels.reference.permute``: the sum over a token's copies runs over
 ascending copies in float32, so it is the reference's to the last bit.
 
@@ -18,17 +22,20 @@ from torch import Tensor
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.reference.permute import check_permute, check_unpermute
 
-_ROWS = 4
 _COLUMNS = 1024
+# Rows and bytes of a tile of copies.
+_ROWS = 16
+_STRIP_BYTES = 512
 
 
 @triton.jit
 def _permute_kernel(
     p_x, p_source, p_y, rows, columns, x_stride, BR: tl.constexpr, BH: tl.constexpr
 ):
-    chunks = tl.cdiv(columns, BH)
-    i_row = (tl.program_id(0) // chunks).to(tl.int64) * BR + tl.arange(0, BR)
-    i_column = (tl.program_id(0) % chunks) * BH + tl.arange(0, BH)
+    # Strip after strip: programs run in the order of their numbers.
+    blocks = tl.cdiv(rows, BR)
+    i_row = (tl.program_id(0) % blocks).to(tl.int64) * BR + tl.arange(0, BR)
+    i_column = (tl.program_id(0) // blocks) * BH + tl.arange(0, BH)
     m_row = i_row < rows
     i_source = tl.load(p_source + i_row, mask=m_row, other=0).to(tl.int64)
     mask = m_row[:, None] & (i_column < columns)[None, :]
@@ -76,7 +83,8 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     x_TH = unit_columns(x_TH)
     rows, columns = source_R.shape[0], x_TH.shape[1]
     x_RH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
-    tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns)}
+    most = _STRIP_BYTES // x_TH.itemsize
+    tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns, most)}
     programs = triton.cdiv(rows, _ROWS) * triton.cdiv(columns, tile["BH"])
     if programs:
         _permute_kernel[(programs,)](
@@ -100,7 +108,7 @@ def unpermute(
         "K": copies,
         "WIDE": tl.float64 if y_RH.dtype is torch.float64 else tl.float32,
         "BT": 1,
-        "BH": _width(columns),
+        "BH": _width(columns, _COLUMNS),
     }
     programs = tokens * triton.cdiv(columns, tile["BH"])
     if programs:
@@ -119,5 +127,5 @@ def unpermute(
     return y_TH
 
 
-def _width(columns: int) -> int:
-    return min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
+def _width(columns: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(columns)))

@@ -32,7 +32,7 @@ from backstash.kernels.reference.routing import (
 
 # Rows of a block, and numbers that a program holds at once.
 _ROWS = 512
-_NUMBERS = 8192
+_NUMBERS = 4096
 _FEW_NUMBERS = 2048
 _LANES = 32
 # Past these a program would not hold what it compares; the reference has no such limits.
@@ -74,11 +74,10 @@ def _top_kernel(
 
 
 @triton.jit
-def _numbers(p_expert, i_row, rows, experts, BE: tl.constexpr):
-    """The expert of each row: E for nobody, the last lane for rows that are not there."""
-    expert = tl.load(p_expert + i_row, mask=i_row < rows, other=0)
-    expert = tl.where((expert < 0) | (expert >= experts), experts, expert).to(tl.int32)
-    return tl.where(i_row < rows, expert, BE - 1)
+def _numbers(p_expert, i_row, rows, experts):
+    """The expert of each row; -1 for nobody, and for rows that are not there."""
+    expert = tl.load(p_expert + i_row, mask=i_row < rows, other=-1)
+    return tl.where((expert < 0) | (expert >= experts), -1, expert).to(tl.int32)
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def _count_kernel(
     count = tl.zeros([BE], tl.int32)
     for first in range(0, B, STEP):
         i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, BE)
+        expert = _numbers(p_expert, i_row, rows, experts)
         count += tl.sum((expert[:, None] == i_expert[None, :]).to(tl.int32), 0)
     tl.store(p_count + tl.program_id(0) * BE + i_expert, count)
 
@@ -128,15 +127,20 @@ def _place_kernel(
 ):
     i_expert = tl.arange(0, BE)
     total = tl.load(p_total + i_expert, mask=i_expert < experts, other=0)
-    # Nobody's rows come after everybody's: that lane starts at the sum of all.
-    place = tl.cumsum(total, 0) - total + tl.load(p_count + tl.program_id(0) * BE + i_expert)
+    before = tl.load(p_count + tl.program_id(0) * BE + i_expert)
+    place = tl.cumsum(total, 0) - total + before
+    # Nobody's rows come after everybody's; of the rows before this block the others are nobody's.
+    last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0)
     for first in range(0, B, STEP):
         i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, BE)
+        expert = _numbers(p_expert, i_row, rows, experts)
         is_its = (expert[:, None] == i_expert[None, :]).to(tl.int32)
         slot_at = tl.cumsum(is_its, 0) - 1 + place[None, :]
         slot = tl.sum(tl.where(is_its > 0, slot_at, 0), 1)
         place += tl.sum(is_its, 0)
+        is_nobody = (expert < 0).to(tl.int32)
+        slot = tl.where(is_nobody > 0, tl.cumsum(is_nobody, 0) - 1 + last, slot)
+        last += tl.sum(is_nobody, 0)
         tl.store(p_slots + i_row, slot.to(tl.int64), mask=i_row < rows)
         tl.store(p_source + slot, (i_row // copies).to(tl.int64), mask=i_row < rows)
 
@@ -333,8 +337,7 @@ def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(num_experts: int) -> dict[str, Any]:
-    # A lane more for nobody, and one more for rows that are not there.
-    lanes = max(_LANES, triton.next_power_of_2(num_experts + 2))
+    lanes = max(_LANES, triton.next_power_of_2(num_experts))
     return {"B": _ROWS, "STEP": max(2, _NUMBERS // lanes), "BE": lanes}
 
 
