@@ -26,6 +26,7 @@ from backstash.kernels.blocks import (
 )
 from backstash.kernels.cast.lines import quantize_lines
 from backstash.kernels.cast.scales import Scaling, scale_of, scaling_of
+from backstash.kernels.float8_block_pairs import are_pairs, quantize_pairs
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
 
@@ -275,6 +276,11 @@ def _quantize_blocks(
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     row_codes, row_scale_inv, codes, column_scale_inv, tile_scale_inv = outputs
+    if codes is not None and column_scale_inv is not None and tile_scale_inv is None:
+        pairs = row_codes, row_scale_inv, codes, column_scale_inv
+        if are_pairs(x_MK, pairs, scaling):
+            quantize_pairs(x_MK, pairs, ends_G, scaling, noop)
+            return
     # Codes along rows, and a tile's, need all of its columns in one program.
     BK, V, warps = _COLUMNS if row_codes is None and tile_scale_inv is None else _TILE
     tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": V, "num_warps": warps}

@@ -23,8 +23,8 @@ def exponent_of(amax):
 @triton.jit
 def multiplier_of(exponent):
     """``1 / 2^(exponent - 127)``, for exponents up to 254."""
-    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
-    return bits.to(tl.float32, bitcast=True)
+    # The subnormal, which 254 means, is less than what any other exponent means.
+    return tl.maximum((254 - exponent) << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

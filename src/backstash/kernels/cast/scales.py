@@ -21,6 +21,22 @@ Scaling = tuple[float, float, float, int | None]
 
 
 @triton.jit
+def exponent_for(amax, largest, value_for_inf):
+    """The exponent, as float32 stores it, of the power of two that brings ``amax`` to ``largest``.
+
+    127, which means one, where ``amax`` says nothing: zero, infinity and NaN.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    # Both fields at once: the mantissas borrow one from the exponents where that of amax is larger.
+    one_times_largest = tl.cast(largest, tl.uint32, bitcast=True) + 0x3F800000
+    exponent = ((one_times_largest - bits.to(tl.uint32)) >> 23).to(tl.int32)
+    # The quotient of a subnormal is too large for float32, like what comes past 254.
+    most = tl.cast(value_for_inf, tl.int32, bitcast=True) >> 23
+    exponent = tl.where((exponent > 254) | (bits < 0x800000), most, exponent)
+    return tl.where((bits > 0) & (bits < 0x7F800000), exponent, 127)
+
+
+@triton.jit
 def scale_of(amax, largest, epsilon, value_for_inf, exact):
     """The factor that brings ``amax`` to ``largest``, and its inverse.
 
@@ -28,14 +44,7 @@ def scale_of(amax, largest, epsilon, value_for_inf, exact):
     """
     amax = tl.where(amax < epsilon, epsilon, amax)
     if exact is None:
-        bits = amax.to(tl.int32, bitcast=True)
-        top = tl.cast(largest, tl.int32, bitcast=True)
-        smaller = (bits & 0x7FFFFF) > (top & 0x7FFFFF)
-        exponent = (top >> 23) + 127 - (bits >> 23) - smaller.to(tl.int32)
-        # The quotient of a subnormal is too large for float32, like what comes past 254.
-        most = tl.cast(value_for_inf, tl.int32, bitcast=True) >> 23
-        exponent = tl.where((exponent > 254) | (bits < 0x800000), most, exponent)
-        exponent = tl.where((bits > 0) & (bits < 0x7F800000), exponent, 127)
+        exponent = exponent_for(amax, largest, value_for_inf)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = multiplier_of(exponent)
     else:
