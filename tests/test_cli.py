@@ -143,10 +143,17 @@ def test_check_names_what_multiplies_on_a_gpu(
     monkeypatch.setattr(device, "describe", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert backstash("check") == 0
-    recipes = capsys.readouterr().out.split("recipe   ")
+    recipes = capsys.readouterr().out.split("recipe    ")
     for name in ("float8_current", "float8_delayed", "float8_rowwise"):
         (text,) = [text for text in recipes if text.startswith(name)]
-        assert text.count("output, input gradient, weight gradient: native: float8") == 2
+        assert "one weight and groups, all matmuls: native: float8" in text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert backstash("--version") == 0
+    assert capsys.readouterr().out == f"backstash {device.installed_version()}\n"
+    assert backstash("check") == 0
+    assert f"backstash {device.installed_version()}\n" in capsys.readouterr().out
 
 
 def test_bench_lists_its_cases(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,8 +91,8 @@ def test_the_description_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = device.describe()
     assert torch.__version__ in text
-    assert "units    none for a low-precision format" in text
-    assert "kernels  PyTorch" in text
+    assert "units     none for a low-precision format" in text
+    assert "kernels   PyTorch" in text
 
 
 def test_mistakes_are_of_one_family() -> None:

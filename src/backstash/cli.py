@@ -15,7 +15,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -49,6 +49,9 @@ class TrainOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the status to exit with."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        print(f"backstash {device.installed_version()}")
+        return 0
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -137,22 +140,30 @@ def check(arguments: Sequence[str]) -> int:
     for name in recipe_names():
         chosen = recipe(name)
         if name == "high_precision":
-            print(f"recipe   {name}: inputs kept and multiplied in the layer's dtype")
+            print(f"recipe    {name}: inputs kept and multiplied in the layer's dtype")
             continue
         format = chosen.input
         bits = 8 * format.saved_bytes(1024, 1024, torch.float32, Usage.COLUMNWISE) / 1024**2
-        print(f"recipe   {name}: inputs kept in {bits:.2f} bits a value")
-        for where, is_grouped in (("one weight", False), ("groups", True)):
-            taken = product.paths(chosen, capability, is_grouped=is_grouped)
-            for path in dict.fromkeys(taken.values()):
-                names = [which.name for which in taken if taken[which] is path]
-                words = ", ".join(names).lower().replace("_", " ")
-                print(f"         {where}: {words}: {path.value}")
+        print(f"recipe    {name}: inputs kept in {bits:.2f} bits a value")
+        taken = [product.paths(chosen, capability, is_grouped=grouped) for grouped in (False, True)]
+        if taken[0] == taken[1]:
+            _print_paths("one weight and groups", taken[0])
+            continue
+        _print_paths("one weight", taken[0])
+        _print_paths("groups", taken[1])
     return 0
 
 
+def _print_paths(where: str, taken: Mapping[Any, Any]) -> None:
+    for path in dict.fromkeys(taken.values()):
+        names = [which.name for which in taken if taken[which] is path]
+        words = ", ".join(names).lower().replace("_", " ")
+        words = "all matmuls" if len(names) == len(taken) else words
+        print(f"          {where}, {words}: {path.value}")
+
+
 def bench(arguments: Sequence[str]) -> int:
-    """Measure; ``backstash bench`` lists what there is."""
+    """Measure; bench alone lists what there is."""
     return importlib.import_module("backstash.bench").main(list(arguments))
 
 
@@ -168,6 +179,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _overview() -> str:
     lines = [
         "usage: backstash COMMAND [options]      (backstash COMMAND --help for the options)",
+        "       backstash --version",
         "",
     ]
     for name, command in COMMANDS.items():

@@ -11,6 +11,7 @@ layer uses is decided in :mod:`backstash.nn.product`.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -110,12 +111,21 @@ def has_triton() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
+def installed_version() -> str:
+    """The version of this package, or that it runs without being installed."""
+    try:
+        return importlib.metadata.version("backstash")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def describe() -> str:
     """Describe the machine in a few lines: versions, device, and what hardware is there."""
     device = default_device()
     launch = launch_environment()
     units = ", ".join(sorted(matrix_units(device))) or "none for a low-precision format"
     lines = {
+        "backstash": installed_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device_name(device),
@@ -124,7 +134,7 @@ def describe() -> str:
         "units": units,
         "kernels": "Triton" if has_triton() else "PyTorch",
     }
-    return "\n".join(f"{name:<8} {what}" for name, what in lines.items())
+    return "\n".join(f"{name:<9} {what}" for name, what in lines.items())
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print("usage: backstash bench CASE [options]\n")
         for name, case in CASES.items():
-            print(f"  {name:<10} {(case.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<10} {(case.__doc__ or '').splitlines()[0].replace('``', '')}")
         return 0
     run(tyro.cli(Options, prog="backstash bench", args=list(arguments)))
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from backstash.bench.timing import Pair
-from backstash.device import device_name
+from backstash.device import device_name, installed_version
 from backstash.errors import DataError
 
 
@@ -65,15 +64,8 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "backstash": _installed_version(),
+        "backstash": installed_version(),
     }
-
-
-def _installed_version() -> str:
-    try:
-        return importlib.metadata.version("backstash")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def commit() -> str:

@@ -163,8 +163,7 @@ class TrainConfig:
     preactivation: Preactivation = "high_precision"
     """Format in which experts keep their activation's input, most of what a step keeps."""
     keep_high_precision: tuple[str, ...] = ()
-    """Matmuls that no recipe touches, by patterns of names such as 'layers.0.*' and '*.moe.*'; each
-    layer has qkv, projection, moe.experts.fc1 and fc2, moe.shared.fc1 and fc2."""
+    """Matmuls that no recipe touches, by name: patterns such as 'layers.0.*' '*.qkv' '*.moe.*'."""
     dtype: ComputeDtype = "float32"
     """What weights and activations are computed in; the optimizer's state is float32."""
     device: str = "auto"
@@ -320,7 +319,7 @@ def check_recipe(config: TrainConfig) -> None:
     try:
         _ = config.formats
     except RecipeError as error:
-        raise ConfigError(f"recipe has to be the name of a recipe: {error}") from error
+        raise ConfigError(f"{error}; pass --recipe with one of these") from error
 
 
 def check_device_name(name: object) -> None:
