@@ -91,6 +91,28 @@ def units_before(p_ends, rows, group, UNIT: gl.constexpr, BG: gl.constexpr):
 
 
 @gluon.jit
+def tile_place(
+    p_table, p_ends, i_tile, sizes, blocks, IS_DW: gl.constexpr, UNIT, BM, BN, BG: gl.constexpr
+):
+    """The place of a tile in the result, and the first block of scales of its group.
+
+    Gives the first row and how many there are to write, the group, the first column, what to
+    add up, and as 64 bits the block and where the tile begins in the result.
+    """
+    _, rows, _, M, columns, _ = sizes
+    if IS_DW:
+        _, J, group, first, n0 = group_place(p_table, i_tile, sizes, BM, BN)
+        left = M - first
+        block = units_before(p_ends, rows, group, UNIT, BG).to(gl.int64)
+        o_out = (group.to(gl.int64) * M + first) * columns + n0
+    else:
+        first, left, group, n0, J = row_place(p_table, i_tile, sizes, BM, BN)
+        block = group.to(gl.int64) * blocks
+        o_out = first.to(gl.int64) * columns + n0
+    return first, left, group, n0, J, block, o_out
+
+
+@gluon.jit
 def new_ring(STAGES: gl.constexpr):
     """Barriers that open when a block has arrived."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

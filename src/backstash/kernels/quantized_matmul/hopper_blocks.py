@@ -29,6 +29,7 @@ from backstash.kernels.quantized_matmul.hopper import (
     new_ring,
     row_place,
     store_sums,
+    tile_place,
     units_before,
     wait_for_all,
 )
@@ -172,17 +173,13 @@ def hopper_block_kernel(
     i_n = gl.arange(0, BN, layout=line)
     blocks, chunks = (length + 127) // 128, (columns + 127) // 128
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first, left, group, n0, J, scale_row, o_out = tile_place(
+            p_table, p_ends, i_tile, sizes, blocks, IS_DW, 128, BM, BN, BG
+        )
         if IS_DW:
-            _, J, group, m0, n0 = group_place(p_table, i_tile, sizes, BM, BN)
-            left = M - m0
-            scale_row = units_before(p_ends, rows, group, 128, BG).to(gl.int64)
-            o_a, a_step = scale_row * M + m0 + i_m, M
-            o_out = (group.to(gl.int64) * M + m0) * columns + n0
+            o_a, a_step = scale_row * M + first + i_m, M
         else:
-            first, left, group, n0, J = row_place(p_table, i_tile, sizes, BM, BN)
-            scale_row = group.to(gl.int64) * blocks
             o_a, a_step = (first.to(gl.int64) + i_m) * blocks, 1
-            o_out = first.to(gl.int64) * columns + n0
         if TILES:
             m_n = n0 < columns
             b_scale = (i * 0).to(gl.float32)

@@ -30,7 +30,7 @@ from backstash.kernels.quantized_matmul.hopper import (
     new_ring,
     row_place,
     store_sums,
-    units_before,
+    tile_place,
     wait_for_all,
 )
 from backstash.kernels.warpgroups import async_load
@@ -225,19 +225,15 @@ def hopper_mx_kernel(
     blocks = (length + 31) // 32
     chunks = (columns + SPAN - 1) // SPAN
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first, left, group, n0, J, block, o_out = tile_place(
+            p_table, p_ends, i_tile, sizes, blocks, IS_DW, 32, BM, BN, BG
+        )
         if IS_DW:
-            _, J, group, m0, n0 = group_place(p_table, i_tile, sizes, BM, BN)
-            left = M - m0
-            block = units_before(p_ends, rows, group, 32, BG).to(gl.int64)
-            p_a_scale = p_a_scales + block * M + m0
+            p_a_scale, a_step = p_a_scales + block * M + first, S * M
             a_places = _exponents(a_layout, 1, M, left, True, 1, BM, BK)
-            o_out, a_step = (group.to(gl.int64) * M + m0) * columns + n0, S * M
         else:
-            first, left, group, n0, J = row_place(p_table, i_tile, sizes, BM, BN)
-            block = group.to(gl.int64) * blocks
-            p_a_scale = p_a_scales + first.to(gl.int64) * blocks
+            p_a_scale, a_step = p_a_scales + first.to(gl.int64) * blocks, S
             a_places = _exponents(a_layout, blocks, 1, left, False, 1, BM, BK)
-            o_out, a_step = first.to(gl.int64) * columns + n0, S
         if B_COLUMNS:
             p_b_scale, b_step = p_b_scales + block * chunks + n0 // SPAN, S * chunks
             b_places = _exponents(b_layout, 1, chunks, columns - n0, True, SPAN, BN, BK)
