@@ -65,7 +65,11 @@ def _has_no_memory(x: torch.Tensor) -> bool:
     Where it reads the code itself it sees the twin's launch; where it cannot, as in a method
     that plain tensors have too, it sees the operations of the reference.
     """
-    kind = type(x)
+    kind: Any = type(x)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+# What a class has that runs operations as plain tensors do.
+_NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]

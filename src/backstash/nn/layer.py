@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def uncompiled(forward: Method) -> Method:
     are learnt, weights that gather themselves.  The pieces before and after it are compiled.
     Torch repeats the reason given here where ``fullgraph=True`` allows no such piece.
     """
-    return torch.compiler.disable(forward, reason=_OPAQUE)
+    return cast("Method", torch.compiler.disable(forward, reason=_OPAQUE))
 
 
 _OPAQUE = (
