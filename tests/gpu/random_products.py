@@ -1,8 +1,7 @@
 """Products on codes and in bfloat16 for ``compute-sanitizer``: whole rows, ragged rows, groups.
 
-Run it once by itself, so that every kernel is compiled and cached, and then::
-
-    compute-sanitizer --tool memcheck python tests/gpu/random_products.py plain blocks mxfp8 nvfp4
+``compute-sanitizer --tool memcheck python tests/gpu/random_products.py plain blocks mxfp8 nvfp4``
+runs it outside of pytest.
 
 An address outside a buffer is what is looked for, so each buffer is an allocation of its own.
 What is multiplied is checked as well, so it fails without the sanitizer too.
@@ -29,22 +28,24 @@ from quantized_mm_cases import (
     products,
 )
 
-# Rows of the groups, and features: whole units of the copy engine, and not.
-SHAPES = [([0, 1, 33], (48, 96)), ([5, 130, 0, 257], (33, 65)), ([70, 3, 200], (288, 416))]
+RAGGED = ([5, 130, 0, 257], (33, 65))
+# Features in whole units of the copy engine, or of a step.
+WHOLE = ([0, 1, 33], (64, 96))
 
 
 def multiply_codes(kind: str) -> None:
     """All three products of a format, with weights in lines and in tiles."""
-    for shape in SHAPES:
+    for shape in (WHOLE, RAGGED):
         for weight_blocks in ("lines", "tiles"):
             for product in products(KINDS[kind], shape, weight_blocks):
                 got = multiplied_on_gpu(product, torch.bfloat16)
                 assert_product(got, product, SUM_ERRORS[kind](product.terms))
+                print(product.multiply.__name__, shape, weight_blocks, flush=True)
 
 
 def multiply_plain() -> None:
     """All three products in bfloat16, with a tail of NaN that nothing may read."""
-    for counts, (k, n) in SHAPES:
+    for counts, (k, n) in (WHOLE, RAGGED):
         rows = sum(counts) + 7
         ends = torch.tensor(counts).cumsum(0).int()
         x, dy, w = (
