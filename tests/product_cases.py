@@ -101,13 +101,22 @@ def magnitudes(ops: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounding(dtype: torch.dtype, terms: int) -> float:
-    """The error of a product, as a share of the sum of its magnitudes.
+    """The error of products all together, as a share of the sums of their magnitudes.
 
     Half an eps for a result that is rounded once, and another where a bias is added to a rounded
     result.  A float8 unit aligns the 32 products of an instruction with its sum so far and cuts
-    off what is below a 2^13th of the largest, so each instruction adds at most that share.
+    off what is below a 2^13th of the largest, so each instruction adds about that share.
     """
     return torch.finfo(dtype).eps + (terms // 32 + 1) * 2.0**-13
+
+
+def most_rounding(dtype: torch.dtype, terms: int) -> float:
+    """The most that a single product can be off: each of its terms may lose a largest's share.
+
+    Where one term is nearly the whole sum, that is as many times the share of the sum as an
+    instruction has terms.
+    """
+    return torch.finfo(dtype).eps + (terms // 32 + 1) * min(max(terms, 1), 32) * 2.0**-13
 
 
 def _multiplied(ops: Operands, values: list[Tensor], bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,8 +135,15 @@ def _multiplied(ops: Operands, values: list[Tensor], bias: Tensor) -> tuple[Tens
 
 
 def assert_products(found: Tensor, wanted: Tensor, sizes: Tensor, terms: int) -> None:
-    """A product of ``terms`` is right up to its rounding; ``sizes`` are sums of magnitudes."""
-    limit = rounding(found.dtype, terms) * sizes.double() + 1e-30
+    """Products of ``terms`` are right up to their rounding; ``sizes`` are sums of magnitudes."""
     assert found.shape == wanted.shape
-    worst = float(((found.double() - wanted.double()).abs() / limit).max()) if len(found) else 0
+    if not found.numel():
+        return
+    error, sizes = (found.double() - wanted.double()).abs(), sizes.double()
+    # Below the smallest normal number a dtype has steps of one size.
+    step = torch.finfo(found.dtype).tiny * torch.finfo(found.dtype).eps
+    worst = float((error / (most_rounding(found.dtype, terms) * sizes + step)).max())
     assert worst <= 1, f"off by {worst:.2f} of what rounding explains"
+    limit = rounding(found.dtype, terms) * sizes.norm() + step * found.numel() ** 0.5
+    share = float(error.norm() / limit)
+    assert share <= 1, f"all together off by {share:.2f} of what rounding explains"
