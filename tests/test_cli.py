@@ -89,6 +89,7 @@ def test_matmuls_are_kept_in_high_precision_by_name(capsys: pytest.CaptureFixtur
     kept = ("--keep-high-precision", "layers.0.qkv", "*.fc2")
     assert train("--stop-after", "2", *kept) == 0
     assert RunFolder(Path("run")).read_config().keep_high_precision == kept[1:]
+    assert "recipe mxfp8 except for layers.0.qkv, *.fc2" in capsys.readouterr().out
     assert backstash("train", "--resume", "run") == 0
     assert train("--start", "fresh", "--keep-high-precision", "head") == 2
     assert "'head' names none; pass names from layers.0.qkv" in capsys.readouterr().err

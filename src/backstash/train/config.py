@@ -243,6 +243,12 @@ class TrainConfig:
         )
 
     @property
+    def recipe_words(self) -> str:
+        """The recipe, and what it does not touch."""
+        kept = self.keep_high_precision
+        return self.recipe + (f" except for {', '.join(kept)}" if kept else "")
+
+    @property
     def step_tokens(self) -> int:
         """Tokens that one optimizer step learns from."""
         return self.batch * self.accumulate * self.model.context

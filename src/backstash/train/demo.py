@@ -83,7 +83,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
     trainer = outcome.trainer
     summary = {
         "steps": trainer.finished_steps,
-        "recipe": trainer.config.recipe,
+        "recipe": trainer.config.recipe_words,
         "preactivation": trainer.config.preactivation,
         "dtype": trainer.config.dtype,
         "device": str(trainer.device),

@@ -134,7 +134,7 @@ def _say_start(output: Output, trainer: Trainer, unigram: float) -> None:
         f"{len(corpus.held_out_tokens):,} held out{left_out}"
     )
     output.say(
-        f"{parameters:,} parameters on {trainer.device}, recipe {trainer.config.recipe}, "
+        f"{parameters:,} parameters on {trainer.device}, recipe {trainer.config.recipe_words}, "
         f"{trainer.config.dtype}"
     )
     if trainer.ranks.size > 1:
