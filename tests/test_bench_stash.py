@@ -43,6 +43,15 @@ def test_every_work_gives_back_what_it_was_given(work: stash.Work) -> None:
         pages.check(work.what)
 
 
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 1025, 4096])
+@pytest.mark.parametrize("pieces", stash.PIECES)
+def test_a_copy_in_pieces_copies_every_byte(nbytes: int, pieces: int) -> None:
+    source = torch.randint(1, 256, (nbytes,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    stash.copy_in_pieces(target, source, pieces)
+    assert torch.equal(target, source)
+
+
 def test_half_a_copys_speed_is_a_share_of_a_half(capsys: pytest.CaptureFixture[str]) -> None:
     assert ROW.share == 0.5
     assert ROW.gigabytes_per_s == 4.0
