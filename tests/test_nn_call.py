@@ -11,6 +11,7 @@ from torch import Tensor
 
 import backstash as bs
 from backstash.nn.call import Call
+from backstash.nn.gathered import Gathered
 from backstash.nn.operands import Columns
 from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Role, Step
 from backstash.tensors import QuantizedTensor
@@ -54,14 +55,16 @@ def quantized(call: Call, operand: Operand, x: Tensor, usage: bs.Usage) -> Tenso
     return format.quantize(x, usage=usage, scale=scale).dequantize(usage)
 
 
-def values(operand: Tensor | Columns) -> Tensor:
+def values(operand: Tensor | Columns | Gathered) -> Tensor:
     """What the matmul reads: the operand is quantized along one direction, or plain."""
+    if isinstance(operand, Gathered):
+        operand = operand.matrix()
     if isinstance(operand, Columns):
         operand = operand.quantized()
     return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
 
 
-def same(one: Tensor | Columns, other: Tensor | Columns) -> bool:
+def same(one: Tensor | Columns | Gathered, other: Tensor | Columns | Gathered) -> bool:
     """Bit-equal values; two quantized operands must have the same codes."""
     if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
         return torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Copies of tokens that are made a piece at a time give the bits of copies made at once."""
+"""Rows that are copies of tokens give the bits of copies, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -28,34 +28,31 @@ def row_map() -> tuple[RowMap, Tensor]:
     return RowMap(source_R, slots_TK), counts_G
 
 
-def cut(monkeypatch: Any, piece_bytes: int) -> None:
-    for name in ("_BESIDE_WEIGHTS", "_ELSEWHERE"):
-        monkeypatch.setattr(gathered, name, piece_bytes)
-    monkeypatch.setattr(gathered, "_UNIT", 8)
-
-
 @pytest.fixture(params=[1, 6_000, 2**27], ids=["many", "some", "one"])
 def pieces(request: Any, monkeypatch: Any) -> int:
     """The most bytes of a piece."""
-    cut(monkeypatch, request.param)
+    monkeypatch.setattr(gathered, "_PIECE_BYTES", request.param)
+    monkeypatch.setattr(gathered, "_UNIT", 8)
     return request.param
 
 
-def test_pieces_are_columns_of_the_copies_and_cover_them(pieces: int) -> None:
+def test_pieces_follow_one_another(pieces: int) -> None:
+    found = list(gathered._pieces(30, 4 * T * K))
+    assert [i for piece in found for i in range(30)[piece]] == list(range(30))
+    assert len(found) == {1: 4, 6_000: 2, 2**27: 1}[pieces]
+    assert list(gathered._pieces(0, 4)) == [slice(0, 0)]
+
+
+def test_gathered_rows_are_copies_of_the_tokens() -> None:
     values, source = whole(T, 30), torch.arange(T * K) // K
     rows = Gathered(values, source)
     assert (rows.shape, rows.dtype) == ((T * K, 30), torch.float32)
-    found = list(gathered._column_pieces(rows))
-    assert torch.equal(torch.cat([rows.columns(piece) for piece in found], 1), values[source])
-    assert len(found) == {1: 4, 6_000: 2, 2**27: 1}[pieces]
     assert torch.equal(gathered.matrix(rows), values[source])
     assert gathered.matrix(values) is values
-    none = Gathered(values[:, :0], source)
-    assert [none.columns(piece).shape for piece in gathered._column_pieces(none)] == [(T * K, 0)]
 
 
 @pytest.mark.parametrize("side", ["gradient", "input"])
-def test_a_weight_gradient_in_pieces_is_the_whole_one(side: str, pieces: int) -> None:
+def test_a_weight_gradient_of_gathered_rows_is_that_of_copies(side: str) -> None:
     rows, counts_G = row_map()
     ends_G = counts_G.cumsum(0).int()
     tokens, other = Gathered(whole(T, 30), rows.source_R), whole(T * K, 20)
@@ -77,8 +74,9 @@ def test_an_expert_layer_in_pieces_is_the_whole_one(later: bool, monkeypatch: An
     rows, counts_G = row_map()
     x, dy, prob = whole(T, 24), whole(T, 24), whole(T * K)
     results = []
+    monkeypatch.setattr(gathered, "_UNIT", 8)
     for piece_bytes in (2**27, 1):
-        cut(monkeypatch, piece_bytes)
+        monkeypatch.setattr(gathered, "_PIECE_BYTES", piece_bytes)
         torch.manual_seed(3)
         module = GroupedMLP(G, 24, 16, activation="reglu", delay_wgrad_compute=later)
         for weight in module.parameters():
@@ -98,12 +96,14 @@ def test_the_preactivation_goes_before_the_first_weights_gradient_is_made(
 ) -> None:
     rows, counts_G = row_map()
     module, kept, alive = GroupedMLP(G, 24, 16), [], []
-    multiply = kernels.grouped_mm_dw
-    monkeypatch.setattr(
-        kernels,
-        "grouped_mm_dw",
-        lambda *args: alive.append(kept[0]() is not None) or multiply(*args),
-    )
+
+    def watch(name: str) -> None:
+        multiply = getattr(kernels, name)
+        look = lambda *args: alive.append(kept[0]() is not None) or multiply(*args)  # noqa: E731
+        monkeypatch.setattr(kernels, name, look)
+
+    watch("gathered_mm_dw_of_input")
+    watch("gathered_mm_dw_of_output")
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.shape == (T * K, 32):

@@ -58,6 +58,12 @@ from backstash.kernels.reference.float8_turned import (
     quantize_float8_rows_and_turned,
     quantize_float8_turned,
 )
+from backstash.kernels.reference.gathered_mm import (
+    gathered_mm,
+    gathered_mm_dw_of_input,
+    gathered_mm_dw_of_output,
+    gathered_mm_dx,
+)
 from backstash.kernels.reference.grouped_mm import (
     add_group_bias,
     group_sum,
@@ -142,6 +148,10 @@ dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
 float8_grouped_mm = by_device(float8_grouped_mm, "float8_matmul", FLOAT8_GPU)
 float8_grouped_mm_dw = by_device(float8_grouped_mm_dw, "float8_matmul", FLOAT8_GPU)
 float8_mm = by_device(float8_mm, "float8_matmul", FLOAT8_GPU)
+gathered_mm = by_device(gathered_mm, "gathered_matmul")
+gathered_mm_dw_of_input = by_device(gathered_mm_dw_of_input, "gathered_matmul")
+gathered_mm_dw_of_output = by_device(gathered_mm_dw_of_output, "gathered_matmul")
+gathered_mm_dx = by_device(gathered_mm_dx, "gathered_matmul")
 group_amax = by_device(group_amax, "cast", FLOAT8_GPU)
 group_sum = by_device(group_sum, "grouped_matmul")
 grouped_mm = by_device(grouped_mm, "grouped_matmul")
@@ -229,6 +239,10 @@ __all__ = [
     "float8_grouped_mm",
     "float8_grouped_mm_dw",
     "float8_mm",
+    "gathered_mm",
+    "gathered_mm_dw_of_input",
+    "gathered_mm_dw_of_output",
+    "gathered_mm_dx",
     "group_amax",
     "group_sum",
     "grouped_mm",

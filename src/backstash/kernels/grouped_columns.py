@@ -56,7 +56,7 @@ TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "STAGES": 4}
 
 
 @gluon.jit
-def _locate(p_table, ticket, tiles, high, wide):
+def locate_tile(p_table, ticket, tiles, high, wide):
     """The rows and the group of a tile, and its place among the group's ``high * wide`` tiles."""
     ticket = gl.minimum(ticket, tiles - 1)
     place = ticket % (high * wide)
@@ -92,8 +92,8 @@ def _fetch(
     i = 0
     tiles = groups * high * wide
     while ticket < tiles:
-        give_ticket(tickets, given, taken, n, ticket)
-        start, end, _, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
+        give_ticket(tickets, given, taken, n, ticket, 1)
+        start, end, _, i_high, i_wide = locate_tile(p_table, ticket, tiles, high, wide)
         ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
         for first in range(start, end, BK):
             stage = i % STAGES
@@ -115,11 +115,11 @@ def _fetch(
                 async_load(b_desc, [FAR, stop, place, i_wide * BN], bar, b_smem.index(stage))
             i += 1
         n += 1
-    give_ticket(tickets, given, taken, n, ticket)
+    give_ticket(tickets, given, taken, n, ticket, 1)
 
 
 @gluon.jit
-def _multiply_half(
+def multiply_tiles(
     c_desc,
     a_smem,
     b_smem,
@@ -142,12 +142,14 @@ def _multiply_half(
     STAGES: gl.constexpr,
     TURNED: gl.constexpr,
     EXACT: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
+    """Multiply one half of each tile of this program, and store it."""
     n = 0
     i = 0
     tiles = groups * high * wide
     ticket = take_ticket(tickets, given, taken, n)
-    start, end, group, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
+    start, end, group, i_high, i_wide = locate_tile(p_table, ticket, tiles, high, wide)
     while ticket < tiles:
         steps = (end - start + BK - 1) // BK
         if p_a_scale is not None:
@@ -161,7 +163,20 @@ def _multiply_half(
             )
         else:
             total = multiply(
-                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, TURNED, TURNED
+                a_smem,
+                b_smem,
+                full,
+                empty,
+                i,
+                steps,
+                half,
+                HALF,
+                BN,
+                BK,
+                STAGES,
+                TURNED,
+                TURNED,
+                BY_THREADS,
             )
         if p_a_scale is not None:
             total = multiply_by_scales(total, a_scale, b_scale)
@@ -170,7 +185,7 @@ def _multiply_half(
         matrix, row, column = group, (2 * i_high + half) * HALF, i_wide * BN
         # The next tile is looked up before this one is stored: storing hides how long it takes.
         ticket = take_ticket(tickets, given, taken, n)
-        start, end, group, i_high, i_wide = _locate(p_table, ticket, tiles, high, wide)
+        start, end, group, i_high, i_wide = locate_tile(p_table, ticket, tiles, high, wide)
         store_block(c_desc, c_smem, total, matrix, row, column, HALF, BN)
     tma.store_wait(0)
 
@@ -212,14 +227,16 @@ def _columns_kernel(
     gl.warp_specialize(
         [
             (
-                _multiply_half,
+                multiply_tiles,
                 (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED, EXACT),
+                 p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED, EXACT,
+                 False),
             ),
             (
-                _multiply_half,
+                multiply_tiles,
                 (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED, EXACT),
+                 p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED, EXACT,
+                 False),
             ),
             (
                 _fetch,

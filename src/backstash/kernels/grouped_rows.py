@@ -54,7 +54,7 @@ TILE: dict[str, Any] = {"HALF": 64, "BN": 256, "STAGES": 4, "PATCH": 8}
 
 
 @gluon.jit
-def _locate(p_table, ticket, used, chunks, PATCH: gl.constexpr):
+def locate_tile(p_table, ticket, used, chunks, PATCH: gl.constexpr):
     """The rows, the group and the column block of a tile; of the last, where there is no more."""
     ticket = gl.minimum(ticket, used * chunks - 1)
     first_block = ticket // (PATCH * chunks) * PATCH
@@ -92,8 +92,8 @@ def _fetch(
     n = 0
     i = 0
     while ticket < used * chunks:
-        give_ticket(tickets, given, taken, n, ticket)
-        first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+        give_ticket(tickets, given, taken, n, ticket, 1)
+        first, end, group, chunk = locate_tile(p_table, ticket, used, chunks, PATCH)
         has_low = end > first + HALF
         steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
         ticket = gl.atomic_add(p_table + 7, 1, sem="relaxed")
@@ -111,11 +111,11 @@ def _fetch(
             async_load(b_desc, place, bar, b_smem.index(stage))
         i += steps
         n += 1
-    give_ticket(tickets, given, taken, n, ticket)
+    give_ticket(tickets, given, taken, n, ticket, 1)
 
 
 @gluon.jit
-def _multiply_half(
+def multiply_tiles(
     c_desc,
     a_smem,
     b_smem,
@@ -140,11 +140,13 @@ def _multiply_half(
     PATCH: gl.constexpr,
     B_ROWS: gl.constexpr,
     EXACT: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
+    """Multiply one half of each tile of this program, and store it."""
     n = 0
     i = 0
     ticket = take_ticket(tickets, given, taken, n)
-    first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+    first, end, group, chunk = locate_tile(p_table, ticket, used, chunks, PATCH)
     while ticket < used * chunks:
         steps = gl.where(group < groups, (inner + BK - 1) // BK, 0)
         first += half * HALF
@@ -178,18 +180,19 @@ def _multiply_half(
                     STAGES,
                     True,
                     B_ROWS,
+                    BY_THREADS,
                 )
             if p_a_scale is not None:
                 total = multiply_by_scales(total, a_scale, b_scale)
             stop, column = first + rows, chunk * BN
             # The next tile is looked up before this one is stored: storing hides how long it takes.
             ticket = take_ticket(tickets, given, taken, n)
-            first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+            first, end, group, chunk = locate_tile(p_table, ticket, used, chunks, PATCH)
             store_rows(c_desc, c_smem, total, stop, rows, column, HALF, BN)
         else:
             pass_over(full, empty, i - steps, steps, STAGES)
             ticket = take_ticket(tickets, given, taken, n)
-            first, end, group, chunk = _locate(p_table, ticket, used, chunks, PATCH)
+            first, end, group, chunk = locate_tile(p_table, ticket, used, chunks, PATCH)
     tma.store_wait(0)
 
 
@@ -229,16 +232,16 @@ def _rows_kernel(
     gl.warp_specialize(
         [
             (
-                _multiply_half,
+                multiply_tiles,
                 (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
                  p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES, PATCH,
-                 B_ROWS, EXACT),
+                 B_ROWS, EXACT, False),
             ),
             (
-                _multiply_half,
+                multiply_tiles,
                 (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
                  p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES, PATCH,
-                 B_ROWS, EXACT),
+                 B_ROWS, EXACT, False),
             ),
             (
                 _fetch,

@@ -65,12 +65,13 @@ def _top_kernel(
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
     # The number counts down, so the lowest is the largest among equals; no two keys are equal.
     key = bits.to(tl.int64) * 0x100000000 + (BE - 1) - i_expert[None, :]
-    least: tl.constexpr = -0x8000000000000000
+    least: tl.constexpr = -0x8000000000000000  # pyright: ignore[reportAssignmentType]
     key = tl.where(m_expert[None, :], key, least)
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-        best = tl.max(key, 1)
-        tl.store(p_expert + i_token * K + k, BE - 1 - (best & 0xFFFFFFFF), mask=m_token)
-        key = tl.where(key == best[:, None], least, key)
+        best = tl.max(key, 1, keep_dims=True)
+        i_best = BE - 1 - tl.sum(best & 0xFFFFFFFF, 1)  # pyright: ignore[reportOperatorIssue]
+        tl.store(p_expert + i_token * K + k, i_best, mask=m_token)
+        key = tl.where(key == best, least, key)
 
 
 @triton.jit

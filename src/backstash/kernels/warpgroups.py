@@ -67,11 +67,11 @@ _BLOCK_BYTES = 128
 
 
 @gluon.jit
-def give_ticket(tickets, given, taken, n, ticket):
-    """Tell both warpgroups the n-th tile of this program, from the warp that fetches."""
+def give_ticket(tickets, given, taken, n, ticket, WARPS: gl.constexpr):
+    """Tell both warpgroups the n-th tile of this program, from the warps that fetch."""
     slot = n % 2
     mbarrier.wait(taken.index(slot), (n // 2 & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tickets.index(slot).store(gl.full([1], ticket, gl.int32, layout))
     mbarrier.arrive(given.index(slot))
 
@@ -102,10 +102,12 @@ def multiply(
     STAGES: gl.constexpr,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
     """Multiply the next ``steps`` blocks of the ring and add them up, in float32.
 
-    A block of an operand with ``ROWS`` has the sum along its rows, else down its columns.
+    A block of an operand with ``ROWS`` has the sum along its rows, else down its columns.  What
+    threads have fetched, and not the copy engine, has to be made visible to the tensor cores.
     """
     deep: gl.constexpr = 256 // a_smem.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, deep])
@@ -113,6 +115,8 @@ def multiply(
     for step in range(steps):
         stage = (i + step) % STAGES
         mbarrier.wait(full.index(stage), (i + step) // STAGES & 1)
+        if BY_THREADS:
+            fence_async_shared()
         if A_ROWS:
             a = a_smem.index(2 * stage + half).reshape([HALF, BK])
         else:
@@ -309,6 +313,10 @@ def matrices(w_GNK: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return _describe(w_GNK, w_GNK.shape, w_GNK.stride(), [1, rows, columns])
 
 
+def shared_layout(x: Tensor, block: list[int]) -> Any:
+    """How a block of ``x`` lies in shared memory for the tensor cores."""
+    return gl.NVMMASharedLayout.get_default_for(block, _NAMES[x.dtype])
+
+
 def _describe(x: Tensor, shape: Any, strides: Any, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _NAMES[x.dtype])
-    return TensorDescriptor(x, list(shape), list(strides), block, layout)
+    return TensorDescriptor(x, list(shape), list(strides), block, shared_layout(x, block))

@@ -62,11 +62,13 @@ class Call:
 
     def gathered_rows(
         self, operand: Operand, x: Tensor, source_R: Tensor, ends_G: Tensor
-    ) -> Tensor:
+    ) -> Tensor | Gathered:
         """:meth:`rows` of ``x[source_R]``; a row that goes to many places is quantized once."""
         phase = Phase.BACKWARD if operand is Operand.GRADIENT else Phase.FORWARD
         format = self.format(operand, phase)
-        if _is_plain(format) or not format.along(Usage.ROWWISE).has_lone_rows:
+        if _is_plain(format):
+            return Gathered(x, source_R)
+        if not format.along(Usage.ROWWISE).has_lone_rows:
             return self.rows(operand, kernels.permute(x, source_R), ends_G)
         read = self._quantize(operand, format, x, Usage.ROWWISE, None)
         buffers = {name: kernels.permute(held, source_R) for name, held in read.buffers.items()}

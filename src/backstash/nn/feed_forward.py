@@ -109,7 +109,7 @@ class FeedForward:
     activation: str
 
     def forward(
-        self, x_rows: Once[Tensor], weights: Weights, rows: Rows, wanted: Wanted
+        self, x_rows: Once[Tensor | Gathered], weights: Weights, rows: Rows, wanted: Wanted
     ) -> tuple[Tensor, Kept | None]:
         """Give the output and ``h`` to save; ``x_rows`` is as the first matmul reads it."""
         h_TF = self.fc1.forward(x_rows.take(), weights.fc1_weight, weights.fc1_bias, rows.ends_G)
@@ -175,7 +175,7 @@ class FeedForward:
         h_TF, prob_T = self.fc1.call.kept_values(kept_h.take()), rows.prob_T
         if dy_rows is None or full is None:
             return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation))
-        da_TI = self.fc2.input_gradient(matrix(dy_rows), self.fc2.weight_columns(full), rows.ends_G)
+        da_TI = self.fc2.input_gradient(dy_rows, self.fc2.weight_columns(full), rows.ends_G)
         # What is not read again makes room: the activation takes the place of its gradient, and
         # the gradient of h that of h.
         dh_TF = h_TF if kept_h.is_alone else h_TF.new_empty(h_TF.shape)

@@ -1,10 +1,9 @@
-"""Rows that are copies of tokens, made a few columns at a time where that is enough.
+"""Rows that are copies of tokens, which are made only where nothing reads the tokens themselves.
 
-A token goes to several experts, so the rows of all of them are several times the tokens: the
-largest matrices of a layer, and each is read by one product and gone.  A product that adds up over
-the rows can be made a few columns at a time, and so can one that is added up over each token's
-rows.  Each number of the result is the same sum over the same terms in the same order, so pieces
-change nothing but the memory that is needed.
+A token goes to several experts, so the rows of all of them are several times the tokens: they
+would be the largest matrices of a layer.  Products of plain values take the tokens and the map
+(``kernels.gathered_mm`` and its gradients).  What comes out of a product and is added up over each
+token's rows is made some columns at a time: the same sums in the same order, in less memory.
 
 Letters: T tokens, R rows, H features of either, N and K columns of the two operands of a weight
 gradient, G groups.
@@ -20,9 +19,8 @@ from torch import Tensor
 
 from backstash import kernels
 
-# The most bytes of copies beside the gradient of a weight, which is large itself, and elsewhere,
-# where fewer and larger pieces read the other operand less often.
-_BESIDE_WEIGHTS, _ELSEWHERE = 2**27, 2**29
+# The most bytes of rows that are there at a time; each piece reads the other operand again.
+_PIECE_BYTES = 2**29
 # Whole tiles of the matmuls.
 _UNIT = 256
 
@@ -44,10 +42,6 @@ class Gathered:
         """Of the values."""
         return self.values_TH.dtype
 
-    def columns(self, piece: slice) -> Tensor:
-        """Some columns of all rows."""
-        return kernels.permute(self.values_TH[:, piece], self.source_R)
-
     def matrix(self) -> Tensor:
         """All of it."""
         return kernels.permute(self.values_TH, self.source_R)
@@ -60,25 +54,19 @@ def matrix(x: Tensor | Gathered) -> Tensor:
 
 def weight_gradient(dy_RN: Tensor | Gathered, x_RK: Tensor | Gathered, ends_G: Tensor) -> Tensor:
     """``dy^T x`` of each group ``(G, N, K)``, from plain values of which one side is gathered."""
-    groups, N, K = len(ends_G), dy_RN.shape[1], x_RK.shape[1]
-    dw_GNK = torch.empty(groups, N, K, dtype=x_RK.dtype, device=ends_G.device)
     if isinstance(dy_RN, Gathered):
-        x_RK = matrix(x_RK)
-        for piece in _column_pieces(dy_RN):
-            kernels.grouped_mm_dw(dy_RN.columns(piece), x_RK, ends_G, dw_GNK[:, piece])
-    elif isinstance(x_RK, Gathered):
-        for piece in _column_pieces(x_RK):
-            kernels.grouped_mm_dw(dy_RN, x_RK.columns(piece), ends_G, dw_GNK[:, :, piece])
-    else:
-        kernels.grouped_mm_dw(dy_RN, x_RK, ends_G, dw_GNK)
-    return dw_GNK
+        values_TN, source_R = dy_RN.values_TH, dy_RN.source_R
+        return kernels.gathered_mm_dw_of_output(values_TN, matrix(x_RK), ends_G, source_R)
+    if isinstance(x_RK, Gathered):
+        return kernels.gathered_mm_dw_of_input(dy_RN, x_RK.values_TH, ends_G, x_RK.source_R)
+    return kernels.grouped_mm_dw(dy_RN, x_RK, ends_G)
 
 
 def token_gradient(dy_RN: Tensor, w_GNK: Tensor, ends_G: Tensor, slots_TK: Tensor) -> Tensor:
     """``dy w`` of each row, added up over each token's rows ``(T, K)``, from plain values."""
     rows, columns = len(dy_RN), w_GNK.shape[2]
     dx_TK = dy_RN.new_empty(len(slots_TK), columns)
-    for piece in _pieces(columns, rows * dy_RN.dtype.itemsize, _ELSEWHERE):
+    for piece in _pieces(columns, rows * dy_RN.dtype.itemsize):
         dx_RP = kernels.grouped_mm_dx(dy_RN, w_GNK[:, :, piece], ends_G)
         kernels.unpermute(dx_RP, slots_TK, out=dx_TK[:, piece])
         # Before the next one is made.
@@ -86,14 +74,9 @@ def token_gradient(dy_RN: Tensor, w_GNK: Tensor, ends_G: Tensor, slots_TK: Tenso
     return dx_TK
 
 
-def _column_pieces(x: Gathered) -> Iterator[slice]:
-    rows, columns = x.shape
-    return _pieces(columns, rows * x.dtype.itemsize, _BESIDE_WEIGHTS)
-
-
-def _pieces(columns: int, column_bytes: int, most_bytes: int) -> Iterator[slice]:
+def _pieces(columns: int, column_bytes: int) -> Iterator[slice]:
     """Cut columns into pieces; at least one, also of nothing."""
-    fitting = most_bytes // max(column_bytes, 1)
+    fitting = _PIECE_BYTES // max(column_bytes, 1)
     step = max(fitting // _UNIT * _UNIT, _UNIT)
     for start in range(0, max(columns, 1), step):
         yield slice(start, min(start + step, columns))

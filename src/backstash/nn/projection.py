@@ -74,15 +74,27 @@ class Projection:
     dtype: torch.dtype
 
     def forward(
-        self, x_rows: Tensor, weight: Tensor, bias: Tensor | None, ends_G: Tensor | None = None
+        self,
+        x_rows: Tensor | Gathered,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends_G: Tensor | None = None,
     ) -> Tensor:
         """Multiply an input that is already as the matmul reads it (``call.input_pair``)."""
         full = materialize_weight_for_forward(weight)[0]
         _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
         w_rows = self._weight(self.call.rows, full)
         bias = None if bias is None else bias.to(self.dtype)
+        if isinstance(x_rows, Gathered) and ends_G is not None and _are_plain(self.dtype, w_rows):
+            y_TN = kernels.gathered_mm(x_rows.values_TH, w_rows, ends_G, x_rows.source_R)
+            return y_TN if bias is None else kernels.add_group_bias(y_TN, bias, ends_G)
         return product.output(
-            x_rows, w_rows, bias, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+            matrix(x_rows),
+            w_rows,
+            bias,
+            self.dtype,
+            ends_G,
+            decode_in_matmul=self._decode_in_matmul,
         )
 
     def backward(
@@ -109,7 +121,7 @@ class Projection:
             if slots_TK is not None and ends_G is not None:
                 dx = self._token_gradient(matrix(dy_rows), w_columns, ends_G, slots_TK)
             else:
-                dx = self.input_gradient(matrix(dy_rows), w_columns, ends_G)
+                dx = self.input_gradient(dy_rows, w_columns, ends_G)
             del w_columns
         del dy_rows, full
         dweight = self.deliver(weight, dy_columns, read_x, ends_G)
@@ -124,11 +136,16 @@ class Projection:
         return self._weight(self.call.columns, full)
 
     def input_gradient(
-        self, dy_rows: Tensor, w_columns: Tensor | Columns, ends_G: Tensor | None
+        self, dy_rows: Tensor | Gathered, w_columns: Tensor | Columns, ends_G: Tensor | None
     ) -> Tensor:
         """Multiply operands that are already as the matmul reads them."""
+        if isinstance(dy_rows, Gathered) and ends_G is not None:
+            is_code = isinstance(w_columns, Columns)
+            if not is_code and _are_plain(self.dtype, dy_rows, w_columns):
+                values_TN, source_R = dy_rows.values_TH, dy_rows.source_R
+                return kernels.gathered_mm_dx(values_TN, w_columns, ends_G, source_R)
         return product.input_gradient(
-            dy_rows, w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+            matrix(dy_rows), w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
         )
 
     def _token_gradient(
