@@ -22,6 +22,7 @@ class Given:
     """What was saved: the bytes that must come back, and the handle, None if it was declined."""
 
     def __init__(self, value: Tensor, rows: int, handle: Any) -> None:
+        self.value = value
         self.expected = value[: max(0, rows)].clone()
         self.handle = handle
 
@@ -76,6 +77,13 @@ class Stashing(RuleBasedStateMachine):
             for tensor, count, shape in list(zip(tensors, rows, shapes, strict=True))[: saved + 1]
         ]
         return multiple(*given)
+
+    @rule(target=values, value=values, count=st.integers(0, 41))
+    def save_again(self, value: Given, count: int) -> Given:
+        """Another node has the same buffer, with a valid length of its own."""
+        rows = torch.tensor([count])
+        bs.mark_grouped_tensor(value.value, rows)
+        return Given(value.value, count, self.stash.pack(value.value, rows))
 
     @rule(value=values)
     def restore(self, value: Given) -> None:
