@@ -145,9 +145,7 @@ class Local:
             return self._fill_buffer(x_TH, routing)
         num_experts = routing.counts_E.shape[0]
         source_R, slots_TK, counts_E = kernels.sort_by_expert(routing.expert_TK, num_experts)
-        prob_TK = routing.prob_TK
-        # Each row is written once, so this is a permutation, and its gradient is a gather.
-        prob_R = prob_TK.new_zeros(source_R.shape).scatter(0, slots_TK.flatten(), prob_TK.flatten())
+        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, None, source_R.shape[0])
         return Dispatched(x_TH, counts_E, prob_R, RowMap(source_R, slots_TK))
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
@@ -241,23 +239,30 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherWeights(torch.autograd.Function):
-    """The weight of each row; back, that of a copy without a row gets zero."""
+    """The weight of each row; back, that of a copy without a row gets zero.
+
+    Without ``valid`` there is a row for each copy.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, prob_TK: Tensor, slots_TK: Tensor, valid: Tensor, capacity: int
+        ctx: Any, prob_TK: Tensor, slots_TK: Tensor, valid: Tensor | None, capacity: int
     ) -> Tensor:
         save_for_backward(ctx, slots_TK, valid)
         # Each row is written once: the slots of all copies are a permutation.
         prob_R = torch.empty_like(prob_TK).flatten()
         prob_R.scatter_(0, slots_TK.flatten(), prob_TK.flatten())
-        return F.pad(prob_R, (0, capacity - prob_R.shape[0]))
+        missing = capacity - prob_R.shape[0]
+        return F.pad(prob_R, (0, missing)) if missing else prob_R
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dprob_R,) = grads
         slots_TK, valid = saved_values(ctx)
+        if valid is None:
+            dprob_TK = dprob_R.index_select(0, slots_TK.flatten()).view(slots_TK.shape)
+            return dprob_TK, None, None, None
         is_there_TK = slots_TK < valid
         slot_R = slots_TK.where(is_there_TK, 0).flatten()
         dprob_TK = dprob_R.index_select(0, slot_R).view(slots_TK.shape)

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from backstash import kernels
 from backstash.errors import ShapeError
+from backstash.formats import HighPrecisionFormat
 from backstash.nn import gathered, product
 from backstash.nn.call import Call
 from backstash.nn.gathered import Gathered, matrix
@@ -83,7 +84,7 @@ class Projection:
         """Multiply an input that is already as the matmul reads it (``call.input_pair``)."""
         full = materialize_weight_for_forward(weight)[0]
         _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
-        w_rows = self._weight(self.call.rows, full)
+        w_rows = self._weight(self.call.rows, full, Phase.FORWARD)
         bias = None if bias is None else bias.to(self.dtype)
         if isinstance(x_rows, Gathered) and ends_G is not None and _are_plain(self.dtype, w_rows):
             y_TN = kernels.gathered_mm(x_rows.values_TH, w_rows, ends_G, x_rows.source_R)
@@ -133,7 +134,7 @@ class Projection:
 
     def weight_columns(self, full: Tensor) -> Tensor | Columns:
         """The weight as the input gradient reads it."""
-        return self._weight(self.call.columns, full)
+        return self._weight(self.call.columns, full, Phase.BACKWARD)
 
     def input_gradient(
         self, dy_rows: Tensor | Gathered, w_columns: Tensor | Columns, ends_G: Tensor | None
@@ -226,10 +227,12 @@ class Projection:
             return dy_TN.sum(0, dtype=wide)
         return kernels.group_sum(dy_TN.to(wide), ends_G)
 
-    def _weight(self, read: Callable[..., Read], full: Tensor) -> Read:
+    def _weight(self, read: Callable[..., Read], full: Tensor, phase: Phase) -> Read | Tensor:
         if isinstance(full, QuantizedTensor):
             return read(Operand.WEIGHT, full)
         full = full if full.dtype == self.dtype else full.to(self.dtype)
+        if isinstance(self.call.format(Operand.WEIGHT, phase), HighPrecisionFormat):
+            return full
         if full.ndim == 2:
             return read(Operand.WEIGHT, full)
         # Blocks and scales start anew in each expert: its rows are a group of their own.
