@@ -47,9 +47,10 @@ def draw(x: np.ndarray, random: np.ndarray) -> np.ndarray:
     """One of the two nibbles around each float32, by a random byte."""
     with np.errstate(invalid="ignore"):
         magnitude = np.abs(x.astype(np.float64))
-        step = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
-        raised = float32(magnitude + random / 256 * step).astype(np.float64)
-    below = np.searchsorted(MAGNITUDES, raised, side="right") - 1
+        # Between two codes the place of a value rises evenly.
+        place = np.interp(magnitude, MAGNITUDES, np.arange(8))
+        below = np.floor(float32(128 + place + random / 256)) - 128
+    below = np.where(np.isnan(x), 0, below).astype(np.int64)
     return np.where(np.isnan(x), NAN_CODE, below + 8 * np.signbit(x)).astype(np.uint8)
 
 
@@ -198,27 +199,38 @@ def unpadded(padded: np.ndarray, counts: list[int], rows: int) -> np.ndarray:
     return x
 
 
-def mix(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Each sixteen rows as sums of themselves, in float32 and in the order of the rows."""
-    mixed = np.zeros(x.shape)
-    for first in range(0, len(x), BLOCK):
-        for i in range(BLOCK):
-            for j in range(BLOCK):
-                with np.errstate(invalid="ignore"):
-                    term = product(x[first + i], weights[i, j]).astype(np.float64)
-                    mixed[first + j] = float32(mixed[first + j] + term)
-    return mixed
+def hadamard_sums(x: np.ndarray) -> np.ndarray:
+    """The rows of ``x`` times Sylvester's matrix of ones, by its doubling, in float32."""
+    if len(x) == 1:
+        return x
+    upper, lower = x[: len(x) // 2], x[len(x) // 2 :]
+    with np.errstate(invalid="ignore"):
+        halves = float32(upper + lower), float32(upper - lower)
+    return np.concatenate([hadamard_sums(half.astype(np.float64)) for half in halves])
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Each sixteen rows as the sums and differences of themselves."""
+    blocks = [hadamard_sums(x[first : first + BLOCK]) for first in range(0, len(x), BLOCK)]
+    return np.concatenate([x[:0], *blocks])
+
+
+def signs(x: np.ndarray) -> np.ndarray:
+    """The sign of each row in its block."""
+    return np.resize(np.array(SIGNS), len(x))[:, None]
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Sixteen rows mixed, rounded to bfloat16 before and after."""
-    narrow = definitions.bfloat16(float32(x))
-    return definitions.bfloat16(float32(mix(narrow, hadamard()))).astype(np.float64)
+    """Sixteen rows mixed, rounded to bfloat16 before and after; no zero is negative."""
+    quarters = definitions.bfloat16(float32(x)).astype(np.float64) / 4
+    mixed = mix(np.where(quarters == 0, 0.0, quarters * signs(x)))
+    return definitions.bfloat16(float32(mixed)).astype(np.float64)
 
 
 def rotate_back(x: np.ndarray) -> np.ndarray:
     """The transform undone in float32."""
-    return float32(mix(x, hadamard().T))
+    mixed = mix(product(x, 0.25).astype(np.float64))
+    return float32(np.where(signs(x) < 0, 0.0 - mixed, mixed))
 
 
 # --- bytes -------------------------------------------------------------------------------------

@@ -38,13 +38,13 @@ def test_the_interpreted_twins_pass_these_tests() -> None:
 def check(direction, x, of_all, ends=None, rotation=None, **options):
     """Codes, scales and values of the twin; of a grouped matrix those of rows in a group."""
     from backstash.kernels import nvfp4 as twin
-    from backstash.kernels import nvfp4_columns
+    from backstash.kernels import nvfp4_columns, nvfp4_values
 
     along_rows = direction != "columns"
     twin = twin if along_rows else nvfp4_columns
     names = [f"{verb}_nvfp4_{direction}" for verb in ("quantize", "dequantize")]
     quantize, dequantize = (getattr(nvfp4, name) for name in names)
-    twin_quantize, twin_dequantize = (getattr(twin, name) for name in names)
+    twin_quantize, twin_dequantize = getattr(twin, names[0]), getattr(nvfp4_values, names[1])
     given = () if along_rows else (rotation,)
     codes, scales = quantize(x, of_all, ends, *given, **options)
     got_codes, got_scales = twin_quantize(x, of_all, ends, *given, **options)

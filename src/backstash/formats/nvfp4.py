@@ -116,25 +116,25 @@ class NVFP4Format(Format):
         scale: Tensor | None,
         refill: Refill | None = None,
     ) -> dict[str, Tensor]:
-        if self.two_d:
-            amax = amax_of(x_MK, ends_G)
-            codes, scales = kernels.quantize_nvfp4_tiles(
-                x_MK, amax, ends_G, self._seed(x_MK), four_over_six=self.four_over_six
-            )
-            return {"codes": codes, "scales": scales, "amax": amax}
-        rotation, seed = self._rotation(x_MK.device), self._seed(x_MK)
+        seed, noop = self._seed(x_MK), None if refill is None else refill.noop
         options: dict[str, Any] = {"four_over_six": self.four_over_six}
+        options["into"] = _into(refill, usage, two_d=self.two_d)
+        if self.two_d:
+            amax = amax_of(x_MK, ends_G, noop)
+            codes, scales = kernels.quantize_nvfp4_tiles(x_MK, amax, ends_G, seed, **options)
+            return {"codes": codes, "scales": scales, "amax": amax}
+        rotation = self._rotation(x_MK.device)
         if usage is Usage.ROWWISE:
-            amax = self._row_amax(x_MK, ends_G)
+            amax = self._row_amax(x_MK, ends_G, noop)
             rows = kernels.quantize_nvfp4_rows(x_MK, amax, ends_G, seed, **options)
             return self._row_parts(rows, amax)
         if usage is Usage.COLUMNWISE:
-            amax = self._column_amax(x_MK, ends_G, rotation)
+            amax = self._column_amax(x_MK, ends_G, rotation, noop)
             columns = kernels.quantize_nvfp4_columns(x_MK, amax, ends_G, rotation, seed, **options)
             return self._column_parts(columns, amax, len(x_MK))
-        row_amax = column_amax = self._row_amax(x_MK, ends_G)
+        row_amax = column_amax = self._row_amax(x_MK, ends_G, noop)
         if self.row_scaled or self.hadamard:
-            column_amax = self._column_amax(x_MK, ends_G, rotation)
+            column_amax = self._column_amax(x_MK, ends_G, rotation, noop)
         both = (row_amax, column_amax)
         rows, columns = kernels.quantize_nvfp4_both(x_MK, both, ends_G, rotation, seed, **options)
         if column_amax is row_amax:
@@ -143,14 +143,18 @@ class NVFP4Format(Format):
         row_parts = self._row_parts(rows, row_amax)
         return row_parts | self._column_parts(columns, column_amax, len(x_MK))
 
-    def _row_amax(self, x_MK: Tensor, ends_G: Tensor | None) -> Tensor:
-        return kernels.row_amax(x_MK) if self.row_scaled else amax_of(x_MK, ends_G)
+    def _row_amax(self, x_MK: Tensor, ends_G: Tensor | None, noop: Tensor | None) -> Tensor:
+        return kernels.row_amax(x_MK) if self.row_scaled else amax_of(x_MK, ends_G, noop)
 
-    def _column_amax(self, x_MK: Tensor, ends_G: Tensor | None, rotation: Tensor | None) -> Tensor:
+    def _column_amax(
+        self, x_MK: Tensor, ends_G: Tensor | None, rotation: Tensor | None, noop: Tensor | None
+    ) -> Tensor:
         if rotation is not None:
-            amax_GK = kernels.rotated_column_amax(x_MK, rotation, ends_G)
+            amax_GK = kernels.rotated_column_amax(x_MK, rotation, ends_G, noop=noop)
             return amax_GK if self.row_scaled else _largest(amax_GK)
-        return kernels.column_amax(x_MK, ends_G) if self.row_scaled else amax_of(x_MK, ends_G)
+        if self.row_scaled:
+            return kernels.column_amax(x_MK, ends_G)
+        return amax_of(x_MK, ends_G, noop)
 
     def _row_parts(self, pair: tuple[Tensor, Tensor], amax: Tensor) -> dict[str, Tensor]:
         return {"row_codes": pair[0], "row_scales": pair[1], "row_amax": amax}
@@ -209,6 +213,23 @@ class NVFP4Format(Format):
 
     def _seed(self, x_MK: Tensor) -> Tensor | None:
         return kernels.draw_seed(x_MK.device) if self.stochastic_rounding else None
+
+
+def _into(refill: Refill | None, usage: Usage, *, two_d: bool) -> kernels.Into | None:
+    """Where codes and scales go; the largest magnitudes are few, and are copied."""
+    if refill is None:
+        return None
+    names = ["codes", "scales"] if two_d else []
+    if usage.has_rows and not two_d:
+        names += ["row_codes", "row_scales"]
+    if usage.has_columns and not two_d:
+        names += ["column_codes", "column_scales"]
+    buffers = (refill.buffers[name] for name in names)
+    # A kernel knows the transposed codes as one line of bytes.
+    flat = (
+        b.flatten() if name == "column_codes" else b for name, b in zip(names, buffers, strict=True)
+    )
+    return kernels.Into(tuple(flat), refill.noop)
 
 
 def _largest(amax_GK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The random Hadamard transform on a GPU: the twin of ``backstash.kernels.reference.hadamard``.
 
-The sixteen rows of a block are sixteen tensors in registers, and the matrix is only signs,
-which are known when a kernel is compiled: sums and differences of a quarter of each row, in
-the order of the rows.  Columns of the matrix whose first signs agree share their first sums.
+The sixteen rows of a block are sixteen tensors in registers, so the transform is sums and
+differences of registers, by halves as in the reference.  The signs of the rows are known when
+a kernel is compiled.
 
 Letters: M rows, K columns, G groups, B rows of a program.
 """
@@ -21,44 +21,67 @@ from torch import Tensor
 
 from backstash.kernels.blocks import (
     block_count,
-    block_table,
     group_number,
-    locate_block,
     unit_columns,
 )
-from backstash.kernels.nvfp4_codes import largest_of
+from backstash.kernels.nvfp4_places import find_block
 from backstash.kernels.reference.hadamard import SIGNS
 
 # The rows whose sign is minus, as bits.
 _MINUS = tl.constexpr(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
-# Sylvester's sign is the parity of the bits that two numbers have in common: here of each number.
-_ODD = tl.constexpr(0x6996)
-_BLOCK = 128
-_COLUMNS, _COLUMNS_A_THREAD = 512, 4
+# Rows, columns and warps of a program, by whether groups have few rows or many.
+_FEW, _MANY, _COLUMNS_A_THREAD = (128, 128, 1), (256, 512, 4), 4
 
 
 @triton.jit
-def _quarters(x):
-    quarters = ()
-    for i in tl.static_range(16):
-        quarters += (x[i] * 0.25,)
-    return quarters
+def _sign(i: tl.constexpr):
+    """The sign of a row."""
+    return 1 - 2 * ((_MINUS >> i) & 1)
+
+
+@triton.jit
+def _halves(x):
+    """A quarter of each value with the sign of its row; their first sums and differences."""
+    upper, lower = (), ()
+    zero = tl.zeros_like(x[0])
+    for i in tl.static_range(8):
+        # With a zero added no zero is negative, and zeros stay zeros.  A quarter of a bfloat16
+        # is exact, so the quarter and the sum are one operation.
+        quarter = tl.fma(x[i], zero + _sign(i) * 0.25, zero)
+        upper += (tl.fma(x[i + 8], zero + _sign(i + 8) * 0.25, quarter),)
+        lower += (tl.fma(x[i + 8], zero - _sign(i + 8) * 0.25, quarter),)
+    return upper + lower
+
+
+@triton.jit
+def _mix(x, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Sums and differences of places that differ in one bit: bit FIRST down to bit LAST."""
+    for step in tl.static_range(FIRST - LAST + 1):
+        mixed = ()
+        for i in tl.static_range(16):
+            if (i >> (FIRST - step)) & 1:
+                mixed += (x[i - (1 << (FIRST - step))] - x[i],)
+            else:
+                mixed += (x[i] + x[i + (1 << (FIRST - step))],)
+        x = mixed
+    return x
 
 
 @triton.jit
 def rotate(x):
     """Sums of bfloat16 values, not rounded yet: ``y[j] = sum_i x[i] R[i, j]``."""
-    y, x = (), _quarters(x)
-    for j in tl.static_range(16):
-        # From zero on, so that no sum of zeros is a negative zero.
-        total = tl.zeros_like(x[0])
-        for i in tl.static_range(16):
-            if ((_ODD >> (i & j)) ^ (_MINUS >> i)) & 1:
-                total -= x[i]
-            else:
-                total += x[i]
-        y += (total,)
-    return y
+    return _mix(_halves(x), 2, 0)
+
+
+@triton.jit
+def _largest_rotated(x):
+    """The largest magnitude of :func:`rotate`; a NaN does not count."""
+    x = _mix(_halves(x), 2, 1)
+    largest = tl.zeros_like(x[0])
+    for i in tl.static_range(8):
+        # The larger one of a sum and a difference is the sum of the magnitudes.
+        largest = tl.maximum(largest, tl.abs(x[2 * i]) + tl.abs(x[2 * i + 1]))
+    return largest
 
 
 @triton.jit
@@ -70,18 +93,16 @@ def narrow(x):
 @triton.jit
 def rotate_back(y):
     """``x[i] = sum_j y[j] R[i, j]`` in float32."""
-    x, y = (), _quarters(y)
+    quarters = ()
+    for j in tl.static_range(16):
+        quarters += (y[j] * 0.25,)
+    x, y = (), _mix(quarters, 3, 0)
     for i in tl.static_range(16):
-        total = tl.zeros_like(y[0])
-        for j in tl.static_range(16):
-            if (_ODD >> (i & j)) & 1:
-                total -= y[j]
-            else:
-                total += y[j]
         # The sign of a row is that of its whole sum; a sum that is zero is a positive one.
         if (_MINUS >> i) & 1:
-            total = 0.0 - total
-        x += (total,)
+            x += (0.0 - y[i],)
+        else:
+            x += (y[i],)
     return x
 
 
@@ -89,7 +110,8 @@ def rotate_back(y):
 def _rotated_amax_kernel(
     p_x,
     p_amax,
-    p_table,
+    p_ends,
+    p_noop,
     groups,
     rows,
     columns,
@@ -97,12 +119,15 @@ def _rotated_amax_kernel(
     B: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
+    BG: tl.constexpr,
 ):
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
     chunks = tl.cdiv(columns, BK)
     i_block = tl.program_id(0) // chunks
     i_column = tl.max_contiguous((tl.program_id(0) % chunks) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
-    first, end, group = locate_block(p_table, rows, i_block, B)
+    first, end, group = find_block(p_ends, groups, rows, i_block, B, BG)
     if group < groups:
         stride = tl.cast(row_stride, tl.int64)
         largest = tl.zeros([BK], tl.float32)
@@ -113,7 +138,7 @@ def _rotated_amax_kernel(
             for k in tl.static_range(16):
                 row = tl.load(p_row + k * stride, mask=m_column & (i_row + k < end), other=0)
                 x += (narrow(row.to(tl.float32)),)
-            largest = tl.maximum(largest, largest_of(rotate(x)))
+            largest = tl.maximum(largest, _largest_rotated(x))
         # The largest of rounded values is the largest value, rounded.  Bits of floats that are
         # not negative are ordered as the floats are.
         bits = narrow(largest).to(tl.int32, bitcast=True)
@@ -121,27 +146,37 @@ def _rotated_amax_kernel(
         tl.atomic_max(p_group + i_column, bits, mask=m_column, sem="relaxed")
 
 
-def rotated_column_amax(x_MK: Tensor, rotation_BB: Tensor, ends_G: Tensor | None = None) -> Tensor:
+def rotated_column_amax(
+    x_MK: Tensor,
+    rotation_BB: Tensor,
+    ends_G: Tensor | None = None,
+    *,
+    noop: Tensor | None = None,
+) -> Tensor:
     """Largest magnitude of each column after :func:`rotate`, ``(1, K)`` or ``(G, K)``.
 
     ``rotation_BB`` is ``hadamard_matrix``, whose signs are compiled into the kernel.
     """
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    amax_GK = torch.zeros(group_number(ends_G), columns, dtype=torch.int32, device=x_MK.device)
-    BK = min(_COLUMNS, max(32, triton.next_power_of_2(columns)))
-    tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": _COLUMNS_A_THREAD}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, BK)
+    groups = group_number(ends_G)
+    amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_MK.device)
+    B, BK, warps = _FEW if rows < groups * _MANY[0] else _MANY
+    BK = min(BK, max(32, triton.next_power_of_2(columns)))
+    tile: dict[str, Any] = {"B": B, "BK": BK, "V": _COLUMNS_A_THREAD, "num_warps": warps}
+    programs = block_count(rows, ends_G, B) * triton.cdiv(columns, BK)
     if programs:
         _rotated_amax_kernel[(programs,)](
             x_MK,
             amax_GK,
-            block_table(ends_G, rows, _BLOCK),
-            group_number(ends_G),
+            None if ends_G is None else ends_G.contiguous(),
+            noop,
+            groups,
             rows,
             columns,
             x_MK.stride(0),
             **tile,
+            BG=triton.next_power_of_2(groups),
             # A quarter is exact, a sum is rounded: one may not be added to the other unrounded.
             enable_fp_fusion=False,
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,31 +26,63 @@ from backstash.kernels.blocks import (
     new_bytes,
     unit_columns,
 )
+from backstash.kernels.cast.pairs import high_half, low_half
 from backstash.kernels.nvfp4_codes import (
     apart,
     bytes_of,
-    factor_of,
+    of_rows,
+    over_all_of,
     scales_of,
     together,
-    values_of,
     words_of,
 )
+from backstash.kernels.nvfp4_pairs import (
+    are_pairs,
+    inverse_of,
+    largest_pair,
+    row_words,
+    scale_of,
+)
+from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
-# Rows, blocks of columns, and steps of a program: programs with groups have sixteen rows, or
-# fewer of them would be full; a program that stores wide values has one block a thread.
-_ROWS, _ROWS_OF_GROUPS, _TILES = (8, 32, 4), (16, 32, 4), (16, 32, 1)
-_VALUES, _VALUES_OF_GROUPS = (4, 32, 1), (16, 8, 1)
+# Rows, blocks of columns, and steps of a program, and its warps.  A thread has two blocks a step
+# and, of tiles, four; programs with groups have few rows, or fewer of them would be full.
+_ROWS, _ROWS_OF_GROUPS, _TILES = (2, 32, 4, 1), (8, 8, 4, 1), (16, 32, 1, 4)
 
 
 @triton.jit
-def _load_amax(p_amax, i_row, m_row, group, groups, row_stride):
+def load_row_amax(p_amax, i_row, m_row, group, groups, row_stride):
     """Largest magnitudes over the blocks: that of each one's row, or the one of all."""
     if row_stride is not None:
         amax = tl.load(p_amax + i_row.to(tl.int64) * row_stride, mask=m_row, other=1)
     else:
         amax = tl.zeros([1], tl.float32) + tl.load(p_amax + tl.minimum(group, groups - 1))
     return amax
+
+
+@triton.jit
+def _load_pairs(p_x, o_row, i_block, row_stride, columns, m_row):
+    """The eight pairs of blocks of columns, from two loads."""
+    pairs = ()
+    for i in tl.static_range(2):
+        i_pair = i_block[:, None] * 8 + i * 4 + tl.arange(0, 4)[None, :]
+        p_part = p_x.to(tl.pointer_type(tl.int32)) + (o_row[:, None] * (row_stride // 2) + i_pair)
+        mask = m_row[:, None] & (i_pair < columns // 2)
+        pairs += apart(tl.load(p_part, mask=mask, other=0), 2)
+    return pairs
+
+
+@triton.jit
+def _scales_of_pairs(pairs, over_all, inverse, TILES: tl.constexpr):
+    """What :func:`scales_of` gives, and the limit of the values."""
+    N: tl.constexpr = pairs[0].shape[0]
+    largest = largest_pair(pairs)
+    largest = tl.maximum(low_half(largest), high_half(largest))
+    if TILES:
+        largest = tl.max(tl.reshape(largest, [16, N // 16]), 0)
+    byte, multiplier, limit = scale_of(largest, over_all, inverse)
+    return byte, of_rows(multiplier, N), of_rows(limit, N)
 
 
 @triton.jit
@@ -79,6 +110,7 @@ def along_rows(
     WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Codes of B rows and ``BC * STEPS`` blocks of columns; ``2^WIDE`` values a load."""
     TILES: tl.constexpr = p_tile_scales is not None
@@ -91,16 +123,24 @@ def along_rows(
     i_row = tl.arange(0, B * BC) // BC
     m_row = first + i_row < end
     o_row = i_row.to(OFFSET)
-    amax = _load_amax(p_amax, first + i_row, m_row, group, groups, amax_stride)
+    amax = load_row_amax(p_amax, first + i_row, m_row, group, groups, amax_stride)
+    if PAIRS:
+        over_all = over_all_of(amax)
+        inverse = inverse_of(over_all)
     for i_step in range(STEPS):
         i_block = (i_chunk * STEPS + i_step) * BC + tl.arange(0, B * BC) % BC
-        x = ()
-        for i in tl.static_range(16 >> WIDE):
-            i_column = i_block[:, None] * 16 + i * (1 << WIDE) + tl.arange(0, 1 << WIDE)[None, :]
-            mask = m_row[:, None] & (i_column < columns)
-            p_part = p_x + (o_row[:, None] * row_stride + i_column)
-            x += apart(tl.load(p_part, mask=mask, other=0).to(tl.float32), WIDE)
-        byte, multiplier = scales_of(x, amax, TILES, CANDIDATES)
+        if PAIRS:
+            pairs = _load_pairs(p_x, o_row, i_block, row_stride, columns, m_row)
+            byte, multiplier, limit = _scales_of_pairs(pairs, over_all, inverse, TILES)
+        else:
+            x = ()
+            for i in tl.static_range(16 >> WIDE):
+                i_part = i * (1 << WIDE) + tl.arange(0, 1 << WIDE)[None, :]
+                i_column = i_block[:, None] * 16 + i_part
+                mask = m_row[:, None] & (i_column < columns)
+                p_part = p_x + (o_row[:, None] * row_stride + i_column)
+                x += apart(tl.load(p_part, mask=mask, other=0).to(tl.float32), WIDE)
+            byte, multiplier = scales_of(x, amax, TILES, CANDIDATES)
         if TILES:
             i_tile = (i_chunk * STEPS + i_step) * BC + tl.arange(0, BC)
             o_block = tl.cast(i_rows, tl.int64) * blocks
@@ -110,7 +150,11 @@ def along_rows(
             p_scale = p_row_scales + o_first * blocks + (o_row * blocks + i_block)
             tl.store(p_scale, byte.to(tl.uint8), mask=m_row & (i_block < blocks))
             i_draw = (o_first + i_row) * blocks + i_block
-        words = together(words_of(x, multiplier, p_seed, i_draw, 2 if TILES else 0), 1)
+        if PAIRS:
+            words = row_words(pairs, multiplier, limit, p_seed, i_draw, 2 if TILES else 0)
+        else:
+            words = words_of(x, multiplier, p_seed, i_draw, 2 if TILES else 0)
+        words = together(words, 1)
         i_word = i_block[:, None] * 2 + tl.arange(0, 2)[None, :]
         if WORDS:
             p_words = p_codes.to(tl.pointer_type(tl.uint32)) + o_row[:, None] * (width // 4)
@@ -132,6 +176,7 @@ def _quantize_kernel(
     p_amax,
     p_seed,
     p_table,
+    p_noop,
     groups,
     rows,
     columns,
@@ -145,70 +190,21 @@ def _quantize_kernel(
     WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
     chunks = tl.cdiv(tl.cdiv(columns, 16), BC * STEPS)
     i_rows = tl.program_id(0) // chunks
     first, end, group = locate_block(p_table, rows, i_rows, B)
+    # No group needs the block; of tiles the scales are to be zeros all the same.
+    if p_tile_scales is None and first >= end:
+        return
     along_rows(
         p_x, p_codes, p_row_scales, p_tile_scales, p_amax, p_seed, first, end, group, groups,
         columns, width, row_stride, amax_stride, i_rows, tl.program_id(0) % chunks,
-        B, BC, STEPS, WIDE, WORDS, CANDIDATES, OFFSET,
+        B, BC, STEPS, WIDE, WORDS, CANDIDATES, OFFSET, PAIRS,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["groups", "rows"])
-def _dequantize_kernel(
-    p_codes,
-    p_row_scales,
-    p_tile_scales,
-    p_amax,
-    p_y,
-    p_table,
-    groups,
-    rows,
-    columns,
-    width,
-    amax_stride,
-    B: tl.constexpr,
-    BC: tl.constexpr,
-    STEPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """Values of B rows and ``BC * STEPS`` blocks of columns; ``2^WIDE`` values a store."""
-    blocks = tl.cdiv(columns, 16)
-    chunks = tl.cdiv(blocks, BC * STEPS)
-    i_rows, i_chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    first, end, group = locate_block(p_table, rows, i_rows, B)
-    o_first = tl.cast(first, tl.int64)
-    p_codes += o_first * width
-    p_y += o_first * columns
-    i_row = tl.arange(0, B * BC) // BC
-    m_row = first + i_row < end
-    # The tail is written, as zeros, and never read.
-    m_read = first + i_row < tl.where(group < groups, end, first)
-    o_row = i_row.to(OFFSET)
-    amax = _load_amax(p_amax, first + i_row, m_read, group, groups, amax_stride)
-    for i_step in range(STEPS):
-        i_block = (i_chunk * STEPS + i_step) * BC + tl.arange(0, B * BC) % BC
-        if p_row_scales is not None:
-            p_scale = p_row_scales + o_first * blocks + (o_row * blocks + i_block)
-        else:
-            p_scale = p_tile_scales + tl.cast(i_rows // (16 // B), tl.int64) * blocks + i_block
-        scale = tl.load(p_scale, mask=m_read & (i_block < blocks), other=0)
-        factor = factor_of(scale.to(tl.float8e4nv, bitcast=True).to(tl.float32), amax)
-        i_byte = i_block[:, None] * 8 + tl.arange(0, 8)[None, :]
-        mask = m_read[:, None] & (i_byte < width)
-        codes = tl.load(p_codes + (o_row[:, None] * width + i_byte), mask=mask, other=0)
-        y = values_of(apart(codes.to(tl.int32), 3), tl.where(m_read, factor, 0.0))
-        for i in tl.static_range(16 >> WIDE):
-            part = ()
-            for k in tl.static_range(1 << WIDE):
-                part += (y[i * (1 << WIDE) + k],)
-            i_column = i_block[:, None] * 16 + i * (1 << WIDE) + tl.arange(0, 1 << WIDE)[None, :]
-            mask = m_row[:, None] & (i_column < columns)
-            p_part = p_y + (o_row[:, None] * columns + i_column)
-            tl.store(p_part, together(part, WIDE).to(p_y.dtype.element_ty), mask=mask)
 
 
 def quantize_nvfp4_rows(
@@ -218,13 +214,15 @@ def quantize_nvfp4_rows(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks along rows: codes ``(M, ceil(K/2))`` and E4M3 scales ``(M, C)``, both bytes.
 
     What stands in rows past the last group is unspecified.
     """
-    scales_MC = new_bytes(len(x_MK), triton.cdiv(x_MK.shape[1], NVFP4_BLOCK), like=x_MK)
-    codes = _quantize(x_MK, amax, ends_G, seed, (scales_MC, None), 1 + four_over_six)
+    codes, scales_MC = new_rows(x_MK) if into is None else into.buffers
+    outputs = (codes, scales_MC, None)
+    _quantize(x_MK, (amax, ends_G, seed, noop_of(into)), outputs, 1 + four_over_six)
     return codes, scales_MC
 
 
@@ -235,118 +233,76 @@ def quantize_nvfp4_tiles(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tiles of 16 by 16: codes ``(M, ceil(K/2))`` and E4M3 scales ``(S, C)``, both bytes.
 
     What stands in codes past the last group is unspecified.
     """
-    blocks = block_count(len(x_MK), ends_G, NVFP4_BLOCK)
-    scales_SC = new_bytes(blocks, triton.cdiv(x_MK.shape[1], NVFP4_BLOCK), like=x_MK)
-    codes = _quantize(x_MK, amax, ends_G, seed, (None, scales_SC), 1 + four_over_six)
+    if into is None:
+        blocks = block_count(len(x_MK), ends_G, NVFP4_BLOCK)
+        scales_SC = new_bytes(blocks, triton.cdiv(x_MK.shape[1], NVFP4_BLOCK), like=x_MK)
+        codes = new_bytes(len(x_MK), triton.cdiv(x_MK.shape[1], 2), like=x_MK)
+    else:
+        codes, scales_SC = into.buffers
+    outputs = (codes, None, scales_SC)
+    _quantize(x_MK, (amax, ends_G, seed, noop_of(into)), outputs, 1 + four_over_six)
     return codes, scales_SC
 
 
-def dequantize_nvfp4_rows(
-    codes: Tensor,
-    scales_MC: Tensor,
-    amax: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-    ends_G: Tensor | None = None,
-) -> Tensor:
-    """Values ``(M, columns)`` of :func:`quantize_nvfp4_rows`; the tail is zero."""
-    y_MK = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
-    _dequantize(codes, (scales_MC.contiguous(), None), amax, y_MK, ends_G)
-    return y_MK
-
-
-def dequantize_nvfp4_tiles(
-    codes: Tensor,
-    scales_SC: Tensor,
-    amax: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-    ends_G: Tensor | None = None,
-) -> Tensor:
-    """Values ``(M, columns)`` of :func:`quantize_nvfp4_tiles`; the tail is zero."""
-    y_MK = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
-    _dequantize(codes, (None, scales_SC.contiguous()), amax, y_MK, ends_G)
-    return y_MK
-
-
-Scales = tuple[Tensor | None, Tensor | None]  # of rows, or of tiles
+def new_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales along rows that nobody has written yet."""
+    rows, columns = x_MK.shape
+    codes = new_bytes(rows, triton.cdiv(columns, 2), like=x_MK)
+    return codes, new_bytes(rows, triton.cdiv(columns, NVFP4_BLOCK), like=x_MK)
 
 
 def _quantize(
     x_MK: Tensor,
-    amax: Tensor,
-    ends_G: Tensor | None,
-    seed: Tensor | None,
-    scales: Scales,
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor | None, Tensor | None],
     candidates: int,
-) -> Tensor:
+) -> None:
+    """``given`` are largest magnitudes, ends, seed and flag; outputs codes, scales of either."""
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    codes = new_bytes(rows, triton.cdiv(columns, 2), like=x_MK)
-    shape = _TILES if scales[0] is None else _ROWS if ends_G is None else _ROWS_OF_GROUPS
-    tile, programs = _tile(rows, columns, ends_G, shape)
+    (amax, ends_G, seed, noop), width = given, outputs[0].shape[1]
+    shape = _TILES if outputs[1] is None else _ROWS if ends_G is None else _ROWS_OF_GROUPS
+    tile, programs = row_tile(rows, columns, ends_G, shape)
     if programs:
         _quantize_kernel[(programs,)](
             x_MK,
-            codes,
-            *scales,
+            *outputs,
             amax,
             seed,
             block_table(ends_G, rows, tile["B"]),
+            noop,
             group_number(ends_G),
             rows,
             columns,
-            codes.shape[1],
+            width,
             x_MK.stride(0),
             amax.stride(0) if amax.ndim == 2 else None,
             **tile,
             **cast_options(x_MK),
-            WORDS=codes.shape[1] % 8 == 0,
+            WORDS=width % 8 == 0,
             CANDIDATES=candidates,
-        )
-    return codes
-
-
-def _dequantize(
-    codes: Tensor, scales: Scales, amax: Tensor, y_MK: Tensor, ends_G: Tensor | None
-) -> None:
-    rows, columns = y_MK.shape
-    shape = _VALUES if ends_G is None else _VALUES_OF_GROUPS
-    tile, programs = _tile(rows, columns, ends_G, shape)
-    if programs:
-        _dequantize_kernel[(programs,)](
-            codes.contiguous(),
-            *scales,
-            amax,
-            y_MK,
-            block_table(ends_G, rows, tile["B"]),
-            group_number(ends_G),
-            rows,
-            columns,
-            codes.shape[1],
-            amax.stride(0) if amax.ndim == 2 else None,
-            **tile,
-            **cast_options(y_MK),
+            PAIRS=are_pairs(x_MK, candidates),
         )
 
 
-def _tile(
-    rows: int, columns: int, ends_G: Tensor | None, shape: tuple[int, int, int]
+def row_tile(
+    rows: int, columns: int, ends_G: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[dict[str, Any], int]:
     """The constants of a launch of programs of some shape, and how many there are."""
-    B, BC, steps = shape
+    B, BC, steps, warps = shape
     blocks = triton.cdiv(columns, NVFP4_BLOCK)
     BC = min(BC, triton.next_power_of_2(max(8, blocks)))
     # As many steps as leave the fewest without a block.
     slices = max(1, triton.cdiv(blocks, BC))
     steps = min(range(1, steps + 1), key=lambda step: (triton.cdiv(slices, step) * step, -step))
     programs = block_count(rows, ends_G, B) * triton.cdiv(blocks, BC * steps)
-    return {"B": B, "BC": BC, "STEPS": steps}, programs
+    return {"B": B, "BC": BC, "STEPS": steps, "num_warps": warps}, programs
 
 
 def cast_options(x_MK: Tensor) -> dict[str, Any]:

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backstash.kernels.blocks import group_number, new_bytes, unit_columns
-from backstash.kernels.nvfp4 import along_rows, cast_options
+from backstash.kernels.blocks import group_number, unit_columns
+from backstash.kernels.nvfp4 import along_rows, cast_options, new_rows
 from backstash.kernels.nvfp4_columns import down_columns
+from backstash.kernels.nvfp4_pairs import are_pairs
 from backstash.kernels.nvfp4_places import (
     are_words,
     column_table,
@@ -28,6 +29,7 @@ from backstash.kernels.nvfp4_places import (
     new_columns,
     row_multiple,
 )
+from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
 # A program of each direction has as many values: 16 rows by 512, or 128 rows by 64 columns.
@@ -46,6 +48,7 @@ def _quantize_kernel(
     p_rotation,
     p_seed,
     p_table,
+    p_noop,
     groups,
     rows,
     columns,
@@ -64,7 +67,10 @@ def _quantize_kernel(
     WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
+    if p_noop is not None and tl.load(p_noop) != 0:
+        return
     i_program = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         chunks = tl.cdiv(tl.cdiv(columns, 16), BC)
@@ -77,15 +83,17 @@ def _quantize_kernel(
                 first = tl.load(p_table + i_rows * 8)
                 end = tl.load(p_table + i_rows * 8 + 1)
                 group = tl.load(p_table + i_rows * 8 + 2)
-            along_rows(
-                p_x, p_row_codes, p_row_scales, None, p_row_amax, p_seed, first, end, group,
-                groups, columns, row_width, row_stride, row_amax_stride, i_rows,
-                i_program % chunks, 16, BC, 1, WIDE, ROW_WORDS, CANDIDATES, OFFSET,
-            )  # fmt: skip
+            if first < end:
+                along_rows(
+                    p_x, p_row_codes, p_row_scales, None, p_row_amax, p_seed, first, end, group,
+                    groups, columns, row_width, row_stride, row_amax_stride, i_rows,
+                    i_program % chunks, 16, BC, 1, WIDE, ROW_WORDS, CANDIDATES, OFFSET, PAIRS,
+                )  # fmt: skip
     elif i_program < tl.cdiv(blocks, NB) * tl.cdiv(columns, BK):
         down_columns(
             p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
-            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, WORDS, CANDIDATES,
+            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, WORDS,
+            CANDIDATES, PAIRS,
         )  # fmt: skip
 
 
@@ -97,14 +105,17 @@ def quantize_nvfp4_both(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Codes and scales along rows, and those down columns; the transform is for columns."""
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     multiple, slices = row_multiple(rotation_BB), triton.cdiv(columns, NVFP4_BLOCK)
-    along_rows = new_bytes(rows, -(-columns // 2), x_MK), new_bytes(rows, slices, x_MK)
-    down_columns = new_columns(x_MK, ends_G, multiple)
-    blocks = len(down_columns[1])
+    if into is None:
+        into = Into(new_rows(x_MK) + new_columns(x_MK, ends_G, multiple))
+    outputs = into.buffers
+    row_codes, row_scales, codes, scales_SK = outputs
+    blocks, width = len(scales_SK), row_codes.shape[1]
     tile: dict[str, Any] = {
         "BC": _ROW_BLOCKS, "NB": _BLOCKS, "BK": _COLUMNS, "V": _COLUMNS_A_THREAD
     }  # fmt: skip
@@ -116,26 +127,30 @@ def quantize_nvfp4_both(
     if programs:
         _quantize_kernel[(2 * programs,)](
             x_MK,
-            *along_rows,
+            row_codes,
+            row_scales,
             row_amax,
-            *down_columns,
+            codes,
+            scales_SK,
             column_amax.contiguous(),
             rotation_BB,
             seed,
             column_table(ends_G, rows, multiple),
+            noop_of(into),
             group_number(ends_G),
             rows,
             columns,
             blocks,
-            along_rows[0].shape[1],
+            width,
             column_width(rows, ends_G, multiple),
             x_MK.stride(0),
             row_amax.stride(0) if row_amax.ndim == 2 else None,
             column_amax.shape[1] if column_amax.ndim == 2 else None,
             **tile,
             **cast_options(x_MK),
-            ROW_WORDS=along_rows[0].shape[1] % 8 == 0,
+            ROW_WORDS=width % 8 == 0,
             WORDS=are_words(rows, ends_G, multiple),
             CANDIDATES=1 + four_over_six,
+            PAIRS=are_pairs(x_MK, 1 + four_over_six),
         )
-    return along_rows, down_columns
+    return (row_codes, row_scales), (codes, scales_SK)

@@ -95,15 +95,14 @@ def nearest(scaled):
 @triton.jit
 def drawn(scaled, byte):
     """One of the two nibbles around each value, the nearer the likelier."""
-    size = tl.minimum(tl.abs(scaled), 6.0)
-    bits = size.to(tl.int32, bitcast=True) & 0x7F800000
-    # The step over 256, equal below 2; the product is exact, so one rounding follows.
-    step = tl.maximum(bits - (9 << 23), 118 << 23).to(tl.float32, bitcast=True)
-    size = tl.minimum(tl.fma(byte.to(tl.float32), step, size), 6.0)
-    # The largest code whose value is not above: cut the bits; below one there is only a half.
-    bits = size.to(tl.int32, bitcast=True)
-    code = tl.maximum((bits >> 22) - 252, (size >= 0.5).to(tl.int32))
-    return code.to(tl.uint32) | ((scaled.to(tl.uint32, bitcast=True) >> 28) & 8)
+    # The smaller of a NaN and a number is the number.
+    half = tl.minimum(tl.abs(scaled), 6.0) * 0.5
+    place = tl.fma(byte.to(tl.float32), 1.0 / 256.0, 128.0)
+    place = tl.fma(tl.clamp(half, 0.0, 1.0), 4.0, place)
+    place = tl.fma(tl.clamp(half - 1.0, 0.0, 1.0), 2.0, place)
+    place += tl.clamp(half - 2.0, 0.0, 1.0)
+    code = (place.to(tl.uint32, bitcast=True) >> 16) & 7
+    return code | ((scaled.to(tl.uint32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -120,6 +119,15 @@ def values_of(pairs, factor):
     y = ()
     for i in tl.static_range(8):
         y += (_value_of(pairs[i]) * factor, _value_of(pairs[i] >> 4) * factor)
+    return y
+
+
+@triton.jit
+def values_of_words(words, factor):
+    """The same from two words of eight nibbles."""
+    y = ()
+    for i in tl.static_range(16):
+        y += (_value_of((words[i // 8] >> (4 * (i % 8))).to(tl.int32, bitcast=True)) * factor,)
     return y
 
 
@@ -175,22 +183,33 @@ def scales_of(x, amax, TILES: tl.constexpr, CANDIDATES: tl.constexpr):
         sixth = tl.div_rn(largest, tl.zeros_like(largest) + 6.0) * over_all
         six, six_byte = e4m3(sixth)
         four, four_byte = e4m3(sixth * 1.5)
-        error_of_six = _error(x, _of_rows(six, N), over_all, amax)
-        error_of_four = _error(x, _of_rows(four, N), over_all, amax)
+        error_of_six = _error(x, of_rows(six, N), over_all, amax)
+        error_of_four = _error(x, of_rows(four, N), over_all, amax)
         if TILES:
             error_of_six, error_of_four = _over_rows(error_of_six), _over_rows(error_of_four)
         errs_less = error_of_four < error_of_six
         scale, byte = tl.where(errs_less, four, six), tl.where(errs_less, four_byte, six_byte)
-    return byte, _of_rows(multiplier_of(scale, over_all), N)
+    return byte, of_rows(multiplier_of(scale, over_all), N)
 
 
 @triton.jit
-def _of_rows(value, N: tl.constexpr):
+def of_rows(value, N: tl.constexpr):
     """What tiles have, for each of their rows; what ``N`` blocks have stays."""
     if value.shape[0] != N:
         value = tl.broadcast_to(value[None, :], [16, N // 16])
         value = tl.reshape(value, [N])
     return value
+
+
+@triton.jit
+def random_words(p_seed, i_block, positive, STREAM: tl.constexpr):
+    """The sixteen random bytes of each block as four words; ``positive`` are any such numbers."""
+    offset = tl.load(p_seed + 1)
+    # A sum with nothing of a value, so that the threads that have the values draw for them.
+    i_block = i_block.to(tl.uint32) + tl.minimum(positive, 0).to(tl.uint32)
+    zero = i_block * 0
+    low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
+    return tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
 
 
 @triton.jit
@@ -200,13 +219,7 @@ def words_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
     With a seed, block ``i_block`` of stream ``STREAM`` is rounded by its own random bytes.
     """
     if p_seed is not None:
-        offset = tl.load(p_seed + 1)
-        # A sum with nothing of a value, so that the threads that have the values draw for them.
-        nothing = tl.minimum(tl.abs(x[0]).to(tl.int32, bitcast=True), 0)
-        i_block = i_block.to(tl.uint32) + nothing.to(tl.uint32)
-        zero = i_block * 0
-        low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
-        random = tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
+        random = random_words(p_seed, i_block, tl.abs(x[0]).to(tl.int32, bitcast=True), STREAM)
     words = ()
     for i in tl.static_range(2):
         word = tl.zeros_like(x[0]).to(tl.uint32)

@@ -5,7 +5,11 @@ groups before.  A first launch finds that out once for each block.  Blocks that 
 are enough to cover the rows of the tail, 16 each, and the bytes past the last group, eight of
 each column: with them a program clears what nobody else writes.
 
-Letters: M rows, K columns, G groups, S blocks of 16 rows.
+A column of a group is as many bytes as half of its rows, so a block may begin at any byte.  Bytes
+are moved as words at multiples of four: a word has the last bytes of one block and the first of
+the next.
+
+Letters: M rows, K columns, G groups, S blocks of 16 rows; NB blocks, BK columns of a program.
 """
 
 # What is known when a kernel is compiled has a type that this checker takes for Python's.
@@ -21,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import block_count, new_bytes
+from backstash.kernels.nvfp4_codes import apart
+from backstash.kernels.nvfp4_pairs import shifted_word
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_bytes
 
 
@@ -74,6 +80,31 @@ def _table_kernel(
 
 
 @triton.jit
+def find_block(p_ends, groups, rows, i_block, B: tl.constexpr, BG: tl.constexpr):
+    """What a table of blocks of B rows would say of one: first row, row after the last, group.
+
+    For programs with so much to do that a search is cheaper than a launch before them.
+    """
+    if p_ends is None:
+        first = i_block * B
+        end = tl.minimum(first + B, rows)
+        group = i_block * 0
+    else:
+        i_group = tl.arange(0, BG)
+        ends = _end(p_ends + i_group, i_group < groups, rows)
+        starts = _end(p_ends + i_group - 1, (i_group > 0) & (i_group < groups), rows)
+        blocks = tl.cumsum((tl.maximum(ends - starts, 0) + B - 1) // B, 0)
+        group = tl.sum((blocks <= i_block).to(tl.int32), 0)
+        # Blocks of all groups before, and where this one is.
+        before = tl.max(tl.where(blocks <= i_block, blocks, 0), 0)
+        start = tl.sum(tl.where(i_group == group, starts, 0), 0)
+        end = tl.sum(tl.where(i_group == group, ends, 0), 0)
+        first = start + (i_block - before) * B
+        end = tl.minimum(first + B, end)
+    return first, end, group
+
+
+@triton.jit
 def _end(p_end, mask, rows):
     """The end of a group, cut at the buffer; zero before the first."""
     end = tl.load(p_end, mask=mask, other=0)
@@ -98,6 +129,120 @@ def locate_blocks(p_table, rows, width, i_block, blocks):
         width = tl.load(p_entry + 4, mask=m_block, other=0)
         before = tl.load(p_entry + 5, mask=m_block, other=0)
     return first, end, group, prefix, width, before
+
+
+@triton.jit
+def place_of(prefix, before, width, i_column, columns):
+    """Where the bytes of blocks and columns ``(NB, BK)`` begin."""
+    place = (prefix.to(tl.int64) * columns + before)[:, None]
+    place += i_column.to(tl.int64)[None, :] * width[:, None]
+    # Blocks of a group are side by side in memory: threads that are neighbours have them.
+    return tl.max_contiguous(place, (8 * prefix.shape[0], 1))
+
+
+@triton.jit
+def load_words(p_codes, place, mask, left, size):
+    """The eight bytes from any places ``(NB, BK)``, as far as they are of a group, as two words.
+
+    They are in two or three words of the buffer, of which no byte past its ``size`` is read.
+    """
+    low = (place & 3).to(tl.int32)
+    place -= low
+    words = ()
+    for k in tl.static_range(3):
+        m_word = mask & (4 * k - low < tl.minimum(left, 8)[:, None])
+        o_word = place + 4 * k
+        p_word = (p_codes + o_word).to(tl.pointer_type(tl.uint32))
+        # Threads that are neighbours read blocks of a column, which are side by side.
+        p_word = tl.max_contiguous(p_word, (place.shape[0], 1))
+        word = tl.load(p_word, mask=m_word & (o_word + 4 <= size), other=0)
+        if size % 4 != 0:
+            for i in tl.static_range(3):
+                m_byte = m_word & (o_word + 4 > size) & (o_word + i < size)
+                byte = tl.load(p_codes + o_word + i, mask=m_byte, other=0)
+                word |= byte.to(tl.uint32) << (8 * i)
+        words += (word,)
+    bits = (8 * low).to(tl.uint32)
+    lower = (words[0] >> bits) | ((words[1] << 1) << (bits ^ 31))
+    upper = (words[1] >> bits) | ((words[2] << 1) << (bits ^ 31))
+    return lower, upper
+
+
+@triton.jit
+def of_fours(words):
+    """Two words ``(NB, BK)`` as flat ones, those of four columns in one thread after one move."""
+    N: tl.constexpr = words[0].shape[0] * words[0].shape[1]
+    parts = apart(tl.reshape(tl.join(words[0], words[1]), [N // 4, 8]), 3)
+    flat = ()
+    for i in tl.static_range(2):
+        evens, odds = tl.join(parts[i], parts[i + 4]), tl.join(parts[i + 2], parts[i + 6])
+        flat += (tl.reshape(tl.join(evens, odds), [N]),)
+    return flat
+
+
+@triton.jit
+def store_blocks(p_codes, place, words, mask):
+    """Eight bytes of each block to places ``(NB, BK)`` that are multiples of eight."""
+    block = words[0].to(tl.uint64) | (words[1].to(tl.uint64) << 32)
+    p_blocks = p_codes.to(tl.pointer_type(tl.uint64)) + (place >> 3)
+    tl.store(p_blocks, block, mask=mask)
+
+
+@triton.jit
+def _joined(lower, upper, bits, PAIRS: tl.constexpr):
+    """The upper word of two after a shift to the left by fewer than 32 bits."""
+    if PAIRS:
+        return shifted_word(lower, upper, bits)
+    return (upper << bits) | ((lower >> 1) >> (bits ^ 31))
+
+
+@triton.jit
+def store_shifted(p_codes, place, words, mask, left, before, PAIRS: tl.constexpr):
+    """The same to any places, of each block as many bytes as are ``left`` of its group.
+
+    The last bytes of a block and the first of the next are one word.  Only where the blocks of
+    a program or of a group begin and end are smaller parts stored.
+    """
+    NB: tl.constexpr = place.shape[0]
+    i_block = tl.arange(0, NB)
+    full = left >= 8
+    joined = (full & (i_block > 0) & (before > 0))[:, None]
+    joins = ((i_block < NB - 1) & (left >= 16))[:, None]
+    i_before = tl.broadcast_to(tl.maximum(i_block - 1, 0)[:, None], place.shape)
+    last = tl.gather(words[1], i_before, 0)
+    low = (place & 3).to(tl.int32)
+    bits = (low * 8).to(tl.uint32)
+    p_bytes = p_codes + place
+    p_words = (p_bytes - low).to(tl.pointer_type(tl.uint32))
+    m_full = mask & full[:, None]
+    tl.store(p_words + 1, _joined(words[0], words[1], bits, PAIRS), mask=m_full)
+    tl.store(p_words, _joined(last, words[0], bits, PAIRS), mask=m_full & (joined | (low == 0)))
+    # The first bytes of a block that nothing is before: one, two, or both.
+    m_first = m_full & (joined == 0)
+    odd = low & 1
+    tl.store(p_bytes, words[0].to(tl.uint8), mask=m_first & (odd > 0))
+    p_two = (p_bytes + odd).to(tl.pointer_type(tl.uint16))
+    tl.store(p_two, (words[0] >> (8 * odd)).to(tl.uint16), mask=m_first & ((low == 1) | (low == 2)))
+    # The last bytes of a block that nothing is after.
+    m_last = m_full & (joins == 0)
+    end = _joined(words[1], words[1] * 0, bits, PAIRS)
+    p_two = (p_words + 2).to(tl.pointer_type(tl.uint16))
+    tl.store(p_two, end.to(tl.uint16), mask=m_last & (low >= 2))
+    p_one = p_bytes + (8 - odd)
+    tl.store(p_one, (end >> (8 * (low & 2))).to(tl.uint8), mask=m_last & (odd > 0))
+    if tl.max(((left > 0) & (left < 8)).to(tl.int32), 0) > 0:
+        few = tl.where(full, 0, left)[:, None]
+        for i in tl.static_range(7):
+            byte = (words[i // 4] >> (8 * (i % 4))).to(tl.uint8)
+            tl.store(p_bytes + i, byte, mask=mask & (i < few))
+
+
+@triton.jit
+def clear_blocks(p_codes, place, mask, left):
+    """Zeros in place of the bytes of each block, as many as are ``left``."""
+    zeros = tl.zeros(place.shape, tl.uint8)
+    for i in range(tl.max(left, 0)):
+        tl.store(p_codes + (place + i), zeros, mask=mask & (i < left)[:, None])
 
 
 def new_columns(x_MK: Tensor, ends_G: Tensor | None, multiple: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from backstash.kernels.reference.blocks import (
 )
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.hadamard import rotate, rotate_back
+from backstash.kernels.reference.into import Into, written
 from backstash.kernels.reference.nvfp4_columns import (
     NVFP4_BLOCK,
     group_factor,
@@ -51,6 +52,7 @@ def quantize_nvfp4_rows(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks along rows: codes ``(M, ceil(K/2))`` and E4M3 scales ``(M, C)``, both bytes.
 
@@ -60,12 +62,13 @@ def quantize_nvfp4_rows(
         ends_G: Ends of the groups.
         seed: Int64 ``(2,)``, seed and offset, to round stochastically.
         four_over_six: Bring a block's largest magnitude to 4 or to 6, whichever errs less.
+        into: Buffers for codes and scales.
     """
     x_MCB = cut_columns(x_MK.float(), NVFP4_BLOCK)
     amax_M = _row_amax(amax, ends_G, len(x_MK))
     draws = _draws(seed, x_MCB, _ROWS)
     codes_MCB, scales_MC = _quantize(x_MCB, amax_M, draws, four_over_six=four_over_six)
-    return _pack(codes_MCB.flatten(1), x_MK.shape[1]), scales_MC
+    return written(into, _pack(codes_MCB.flatten(1), x_MK.shape[1]), scales_MC)
 
 
 def dequantize_nvfp4_rows(
@@ -90,6 +93,7 @@ def quantize_nvfp4_columns(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks down columns: transposed codes, flat, and E4M3 scales ``(S, K)``, both bytes.
 
@@ -105,7 +109,8 @@ def quantize_nvfp4_columns(
     draws = _draws(seed, x_SKB, _COLUMNS)
     codes_SKB, scales_SK = _quantize(x_SKB, amax_SK, draws, four_over_six=four_over_six)
     multiple = 2 if rotation_BB is None else NVFP4_BLOCK
-    return pack_columns(_pairs(codes_SKB), len(x_MK), ends_G, multiple), scales_SK
+    codes = pack_columns(_pairs(codes_SKB), len(x_MK), ends_G, multiple)
+    return written(into, codes, scales_SK)
 
 
 def quantize_nvfp4_both(
@@ -116,6 +121,7 @@ def quantize_nvfp4_both(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Codes and scales along rows, and those down columns, which are what may be rotated.
 
@@ -126,7 +132,8 @@ def quantize_nvfp4_both(
     columns = quantize_nvfp4_columns(
         x_MK, amax[1], ends_G, rotation_BB, seed, four_over_six=four_over_six
     )
-    return rows, columns
+    four = written(into, *rows, *columns)
+    return four[:2], four[2:]
 
 
 def dequantize_nvfp4_columns(
@@ -157,6 +164,7 @@ def quantize_nvfp4_tiles(
     seed: Tensor | None = None,
     *,
     four_over_six: bool = False,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tiles of 16 by 16: codes ``(M, ceil(K/2))`` and E4M3 scales ``(S, C)``, both bytes.
 
@@ -169,7 +177,7 @@ def quantize_nvfp4_tiles(
     codes_SCE, scales_SC = _quantize(x_SCE, amax_S, draws, four_over_six=four_over_six)
     codes_SBK = codes_SCE.unflatten(2, (NVFP4_BLOCK, -1)).transpose(1, 2).flatten(2)
     row_M, place_M = row_places(ends_G, len(x_MK), NVFP4_BLOCK, x_MK.device)
-    return _pack(codes_SBK[row_M, place_M], x_MK.shape[1]), scales_SC
+    return written(into, _pack(codes_SBK[row_M, place_M], x_MK.shape[1]), scales_SC)
 
 
 def dequantize_nvfp4_tiles(
@@ -273,13 +281,13 @@ def _nearest(scaled: Tensor) -> Tensor:
 
 def _drawn(scaled: Tensor, draws: Tensor) -> Tensor:
     """One of the two codes around each value, the nearer the likelier."""
-    size = scaled.abs()
-    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
-    size = size + draws.float() * (1.0 / 256.0) * step
-    # The largest code whose value is not above: floor on the grid of where the sum lies.
-    code = (size >= 0.5).byte() + (size >= 1.0) + (size >= 1.5) + (size >= 2.0)
-    code = code + (size >= 3.0) + (size >= 4.0) + (size >= 6.0)
-    return _signed(code, scaled)
+    # Codes rise by one each half up to 2, each whole up to 4, each two up to 6.  From 128 on,
+    # the sum of where a value lies between codes and of its draw is rounded to 16 binary places.
+    half = scaled.abs() * 0.5
+    place = 128.0 + draws.float() * (1.0 / 256.0)
+    for step, height in enumerate((4.0, 2.0, 1.0)):
+        place = place + (half - step).clamp(0.0, 1.0) * height
+    return _signed((place.floor() - 128.0).nan_to_num(0.0).byte(), scaled)
 
 
 def _signed(code: Tensor, scaled: Tensor) -> Tensor:
