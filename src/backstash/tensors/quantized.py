@@ -171,8 +171,9 @@ class QuantizedTensor(Tensor):
 
         Under a CUDA graph a weight is quantized in every step, also where it has not changed.
         ``noop`` says so on the device: where it is not zero, the buffers stay as they are, and
-        the values are not even read, but by NVFP4 with ``row_scaled``.  A step that replays it sets it
-        without being captured anew, for example ``noop.fill_(not first_microbatch)``.
+        the values are not even read, except by NVFP4 with ``row_scaled``.  A step that replays
+        the graph sets it without being captured anew, for example
+        ``noop.fill_(not first_microbatch)``.
 
         Args:
             values: Plain values of the tensor's shape, of any floating dtype.
