@@ -28,7 +28,8 @@ def check_columns(x, ends, rotation):
     for start in (4, 7):
         around[start : start + len(codes)] = codes.cuda()
         placed = around[start : start + len(codes)]
-        got = kernels.dequantize_nvfp4_columns(placed, *map(on_gpu, given))
+        on_device = scales.cuda(), amax.cuda(), len(x), x.dtype, on_gpu(ends), on_gpu(rotation)
+        got = kernels.dequantize_nvfp4_columns(placed, *on_device)
         assert_twin_bytes(got, wanted)
 
 

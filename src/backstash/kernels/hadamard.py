@@ -9,6 +9,7 @@ Letters: M rows, K columns, G groups, B rows of a program.
 
 # What is known when a kernel is compiled has a type that this checker takes for Python's.
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

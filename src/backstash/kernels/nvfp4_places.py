@@ -13,7 +13,7 @@ Letters: M rows, K columns, G groups, S blocks of 16 rows; NB blocks, BK columns
 """
 
 # What is known when a kernel is compiled has a type that this checker takes for Python's.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
