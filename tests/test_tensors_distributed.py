@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.multiprocessing.spawn import spawn
 
 from backstash.formats import FLOAT8_CURRENT, Code, Usage
@@ -122,6 +123,33 @@ def checkpoints(rank: int, folder: str) -> None:
 @pytest.mark.distributed
 def test_two_ranks_save_and_load_one_checkpoint(tmp_path):
     on_two_ranks(checkpoints, tmp_path, str(tmp_path))
+
+
+def staged(rank: int, folder: str) -> None:
+    """Written while the training goes on: the bytes are those of the moment of the call."""
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    for number, format in enumerate(FORMATS):
+        for way, stager in (("of-the-writer", None), ("by-itself", DefaultStager(options))):
+            torch.manual_seed(number)
+            weight = torch.nn.Parameter(quantized(format, Usage.BOTH, [5, 5, 33]))
+            wanted, found = weight.detach().clone(), torch.empty_like(weight)
+            place = f"{folder}/{number}-{way}"
+            written: Any = async_save({"weight": weight}, checkpoint_id=place, async_stager=stager)
+            with torch.no_grad():
+                weight.zero_()
+            getattr(written, "upload_completion", written).result()
+            load({"weight": found}, checkpoint_id=place)
+            assert_identical(found, wanted)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_that_is_written_meanwhile_has_the_bytes_of_its_moment(tmp_path):
+    on_two_ranks(staged, tmp_path, str(tmp_path))
 
 
 @by_format

@@ -10,6 +10,7 @@ do is in :mod:`backstash.tensors.optimizer_steps`.  Any other operation raises: 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -202,14 +203,36 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     aten.rand_like.default,
     aten.randn_like.default,
     aten.new_zeros.default,
-    aten.new_empty.default,
     aten.new_full.default,
     aten.new_ones.default,
 )
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Fresh plain values: an optimizer's moments must not be quantized."""
+    if func is aten.zeros_like.default and _is_staging():
+        return _empty_like(aten.empty_like.default, args, kwargs)
     like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     return func(like, *args[1:], **kwargs)
+
+
+@operation(aten.new_empty.default)
+def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Of its own shape, quantized memory: checkpoints are staged in it.  Else plain."""
+    source, shape, *rest = args
+    if tuple(shape) == tuple(source.shape) and not rest:
+        return _empty_like(aten.empty_like.default, (source,), kwargs)
+    return _plain_like(func, args, kwargs)
+
+
+def _is_staging() -> bool:
+    """Is it torch that asks, for memory to stage a checkpoint in?
+
+    ``torch.distributed.checkpoint.async_save`` copies a state dict into zeros like its tensors,
+    and writes the copy while the training goes on: it must hold the bytes, not their values.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("backstash"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.distributed._state_dict_utils"
 
 
 @operation(
