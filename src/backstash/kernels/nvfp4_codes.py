@@ -207,9 +207,18 @@ def random_words(p_seed, i_block, positive, STREAM: tl.constexpr):
     offset = tl.load(p_seed + 1)
     # A sum with nothing of a value, so that the threads that have the values draw for them.
     i_block = i_block.to(tl.uint32) + tl.minimum(positive, 0).to(tl.uint32)
-    zero = i_block * 0
-    low, high = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
-    return tl.philox(tl.load(p_seed), i_block, zero + STREAM, low, high)
+    zero, seed = i_block * 0, tl.load(p_seed)
+    c0, c1 = i_block, zero + STREAM
+    c2, c3 = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    # Philox: both words of a product are one instruction.
+    for _ in tl.static_range(10):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
+        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
