@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint
 from ranks import Ranks
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from twins import ADAM, Stack, assert_close, differing, stack_step
 
 from backstash.nn import GroupedLinear
@@ -92,6 +93,40 @@ def read_whole(group: Any, folder: str) -> None:
 def test_a_model_that_is_not_sharded_reads_it_too(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(write, str(tmp_path), size=3)
     ranks.run(read_whole, str(tmp_path), size=1)
+
+
+def write_meanwhile(group: Any, folder: str, by_itself: bool) -> None:
+    """A checkpoint that is written while the training goes on, which here is to zero it all."""
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    model = Model()
+    shard_weights(model, group)
+    optimizer = ADAM(model.parameters())
+    for number in range(2):
+        step(model, optimizer, number)
+    state = sharded_state(model, optimizer)
+    stager = DefaultStager(options) if by_itself else None
+    written: Any = dcp.async_save(
+        state, checkpoint_id=folder, process_group=group, async_stager=stager
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    getattr(written, "upload_completion", written).result()
+
+
+@pytest.mark.parametrize("by_itself", [False, True], ids=["staged-by-the-writer", "by-itself"])
+@pytest.mark.parametrize("writers", [1, 3])
+def test_a_checkpoint_that_is_written_meanwhile_is_that_of_its_moment(
+    ranks: Ranks, tmp_path: Path, writers: int, by_itself: bool
+) -> None:
+    ranks.run(write_meanwhile, str(tmp_path), by_itself, size=writers)
+    ranks.run(read_whole, str(tmp_path), size=1)
+    ranks.run(read, str(tmp_path), size=2)
 
 
 def same_ranks(group: Any, folder: str) -> list[str]:

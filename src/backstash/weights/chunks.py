@@ -25,8 +25,8 @@ class ShardView(Tensor):
 
     cut: Layout
     rank: int
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    #: The rows that are here, as a plain tensor of the same memory.
+    rows: Tensor
 
     @classmethod
     def of(cls, shard: Tensor, cut: Layout, rank: int) -> ShardView:
@@ -34,7 +34,25 @@ class ShardView(Tensor):
         self = torch.Tensor._make_subclass(cls, shard)
         self.cut = cut
         self.rank = rank
+        self.rows = shard.detach().as_subclass(Tensor)
         return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Results are plain, except for the memory that a checkpoint is staged in."""
+        view: Any = args[0] if args else None
+        if func in _STAGING and isinstance(view, ShardView):
+            device = (kwargs or {}).get("device", view.device)
+            return cls.of(torch.zeros_like(view.rows, device=device), view.cut, view.rank)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def data_ptr(self) -> int:
+        """None: to torch, which stages checkpoints, this is a tensor that wraps another.
+
+        One with memory of its own would be staged as a tensor of the whole's size.
+        """
+        return 0
 
     def size(self, dim: int | None = None) -> Any:
         """That of the whole: what a checkpoint compares with what it holds.
@@ -46,7 +64,7 @@ class ShardView(Tensor):
     def _boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Where each piece begins in the whole, and the piece."""
         start, end = self.cut.cuts[self.rank : self.rank + 2]
-        rows = self.as_subclass(Tensor).reshape(end - start, self.cut.columns)
+        rows = self.rows.reshape(end - start, self.cut.columns)
         if self.cut.groups is None:
             return [((start, 0), rows)] if len(rows) else []
         N, K = self.cut.shape[1:]
@@ -69,7 +87,7 @@ class ShardView(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        properties = TensorProperties.create_from_tensor(self.rows)
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
@@ -87,7 +105,11 @@ class ShardView(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # In a file of this rank alone it is what it holds.
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.rows.__reduce_ex__(protocol)
+
+
+# ``async_save`` copies a state dict into what one of these gives, then writes the copy.
+_STAGING = (torch.zeros_like, Tensor.new_empty)
 
 
 def _spans(start: int, end: int, N: int) -> Iterator[tuple[int, int, int]]:
