@@ -141,6 +141,12 @@ def place_of(prefix, before, width, i_column, columns):
 
 
 @triton.jit
+def _shifted_down(lower, upper, bits):
+    """The lower word of two after a shift to the right by fewer than 32 bits."""
+    return (lower >> bits) | ((upper << 1) << (bits ^ 31))
+
+
+@triton.jit
 def load_words(p_codes, place, mask, left, size):
     """The eight bytes from any places ``(NB, BK)``, as far as they are of a group, as two words.
 
@@ -163,9 +169,7 @@ def load_words(p_codes, place, mask, left, size):
                 word |= byte.to(tl.uint32) << (8 * i)
         words += (word,)
     bits = (8 * low).to(tl.uint32)
-    lower = (words[0] >> bits) | ((words[1] << 1) << (bits ^ 31))
-    upper = (words[1] >> bits) | ((words[2] << 1) << (bits ^ 31))
-    return lower, upper
+    return _shifted_down(words[0], words[1], bits), _shifted_down(words[1], words[2], bits)
 
 
 @triton.jit
@@ -189,7 +193,7 @@ def store_blocks(p_codes, place, words, mask):
 
 
 @triton.jit
-def _joined(lower, upper, bits, PAIRS: tl.constexpr):
+def _shifted_up(lower, upper, bits, PAIRS: tl.constexpr):
     """The upper word of two after a shift to the left by fewer than 32 bits."""
     if PAIRS:
         return shifted_word(lower, upper, bits)
@@ -200,41 +204,41 @@ def _joined(lower, upper, bits, PAIRS: tl.constexpr):
 def store_shifted(p_codes, place, words, mask, left, before, PAIRS: tl.constexpr):
     """The same to any places, of each block as many bytes as are ``left`` of its group.
 
-    The last bytes of a block and the first of the next are one word.  Only where the blocks of
-    a program or of a group begin and end are smaller parts stored.
+    A word is stored with the block that has its last byte; its first ones are the last of the
+    block before.  Where no block of the program and the group is before a word, or after one,
+    bytes are stored.
     """
     NB: tl.constexpr = place.shape[0]
     i_block = tl.arange(0, NB)
-    full = left >= 8
-    joined = (full & (i_block > 0) & (before > 0))[:, None]
-    joins = ((i_block < NB - 1) & (left >= 16))[:, None]
     i_before = tl.broadcast_to(tl.maximum(i_block - 1, 0)[:, None], place.shape)
     last = tl.gather(words[1], i_before, 0)
+    joined = ((i_block > 0) & (before > 0))[:, None]
+    count = tl.minimum(left, 8)[:, None]
     low = (place & 3).to(tl.int32)
-    bits = (low * 8).to(tl.uint32)
+    bits, filled = (low * 8).to(tl.uint32), low + count
     p_bytes = p_codes + place
     p_words = (p_bytes - low).to(tl.pointer_type(tl.uint32))
-    m_full = mask & full[:, None]
-    tl.store(p_words + 1, _joined(words[0], words[1], bits, PAIRS), mask=m_full)
-    tl.store(p_words, _joined(last, words[0], bits, PAIRS), mask=m_full & (joined | (low == 0)))
+    upper = _shifted_up(words[0], words[1], bits, PAIRS)
+    tl.store(p_words + 1, upper, mask=mask & (filled >= 8))
+    m_word = mask & (filled >= 4)
+    lower = _shifted_up(last, words[0], bits, PAIRS)
+    tl.store(p_words, lower, mask=m_word & (joined | (low == 0)))
     # The first bytes of a block that nothing is before: one, two, or both.
-    m_first = m_full & (joined == 0)
-    odd = low & 1
+    m_first, odd = m_word & (joined == 0), low & 1
     tl.store(p_bytes, words[0].to(tl.uint8), mask=m_first & (odd > 0))
     p_two = (p_bytes + odd).to(tl.pointer_type(tl.uint16))
     tl.store(p_two, (words[0] >> (8 * odd)).to(tl.uint16), mask=m_first & ((low == 1) | (low == 2)))
-    # The last bytes of a block that nothing is after.
-    m_last = m_full & (joins == 0)
-    end = _joined(words[1], words[1] * 0, bits, PAIRS)
-    p_two = (p_words + 2).to(tl.pointer_type(tl.uint16))
-    tl.store(p_two, end.to(tl.uint16), mask=m_last & (low >= 2))
-    p_one = p_bytes + (8 - odd)
-    tl.store(p_one, (end >> (8 * (low & 2))).to(tl.uint8), mask=m_last & (odd > 0))
-    if tl.max(((left > 0) & (left < 8)).to(tl.int32), 0) > 0:
-        few = tl.where(full, 0, left)[:, None]
-        for i in tl.static_range(7):
-            byte = (words[i // 4] >> (8 * (i % 4))).to(tl.uint8)
-            tl.store(p_bytes + i, byte, mask=mask & (i < few))
+    # The last bytes, unless the word they begin is stored with the next block.
+    completes = (filled & 3) + tl.minimum(left - 8, 8)[:, None] >= 4
+    alone = mask & ((completes & (i_block < NB - 1)[:, None]) == 0)
+    rest = tl.where(filled >= 4, filled & 3, count)
+    skipped = count - rest
+    end = tl.where(skipped >= 4, words[1], words[0])
+    bits = (8 * (skipped & 3)).to(tl.uint32)
+    end = tl.where(skipped < 4, _shifted_down(words[0], words[1], bits), end >> bits)
+    for i in tl.static_range(3):
+        byte = (end >> (8 * i)).to(tl.uint8)
+        tl.store(p_bytes + (skipped + i), byte, mask=alone & (i < rest))
 
 
 @triton.jit
