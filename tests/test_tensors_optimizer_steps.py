@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import backstash as bs
 from backstash.errors import UnsupportedOpError
@@ -90,6 +91,26 @@ def test_averages_one_by_one_are_refused_with_the_remedy():
         optimizer.step()
     with pytest.raises(UnsupportedOpError, match="ASGD pass foreach=True"):
         optimizer.step()
+
+
+def test_a_moving_average_of_a_model_follows_its_quantized_weights():
+    with bs.quantized_model_init("mxfp8"):
+        layer = bs.Linear(40, 33)
+    averages = [
+        AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+        AveragedModel(layer),
+    ]
+    for average in averages:
+        average.update_parameters(layer)
+    before = layer.weight.dequantize()
+    with torch.no_grad():
+        layer.weight.add_(torch.ones(33, 40))
+    averages[0].update_parameters(layer)
+    wanted = (before + layer.weight.dequantize()) / 2
+    got = averages[0].module.weight.dequantize()
+    torch.testing.assert_close(got, wanted, rtol=MXFP8.rtol, atol=2 * MXFP8.atol)
+    with pytest.raises(UnsupportedOpError, match="AveragedModel a multi_avg_fn"):
+        averages[1].update_parameters(layer)
 
 
 def test_a_line_search_steps_a_layer_whose_weight_is_quantized():

@@ -51,7 +51,10 @@ _DRAW = (
     "an initializer that looks at what it drew, as trunc_normal_ does, draws into a plain tensor: "
     "q.copy_(torch.nn.init.trunc_normal_(torch.empty(q.shape))); elsewhere call .dequantize() first"
 )
-_AVERAGE = "call .dequantize() on it first; for torch.optim.ASGD pass foreach=True"
+_AVERAGE = (
+    "call .dequantize() on it first; for torch.optim.ASGD pass foreach=True, and for "
+    "AveragedModel a multi_avg_fn"
+)
 #: What to do instead, for operations that somebody else calls.
 _REMEDIES: dict[Any, str] = {
     aten.lt.Scalar: _DRAW,
