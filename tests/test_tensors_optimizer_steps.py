@@ -1,6 +1,7 @@
 """The optimizers of torch step quantized parameters, each in every way that it knows."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_a_moving_average_of_a_model_follows_its_quantized_weights():
         layer.weight.add_(torch.ones(33, 40))
     averages[0].update_parameters(layer)
     wanted = (before + layer.weight.dequantize()) / 2
-    got = averages[0].module.weight.dequantize()
+    followed: Any = averages[0].module
+    got = followed.weight.dequantize()
     torch.testing.assert_close(got, wanted, rtol=MXFP8.rtol, atol=2 * MXFP8.atol)
     with pytest.raises(UnsupportedOpError, match="AveragedModel a multi_avg_fn"):
         averages[1].update_parameters(layer)
