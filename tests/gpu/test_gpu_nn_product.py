@@ -150,7 +150,8 @@ def moved(module: Any, x: Tensor, arguments: tuple[Any, ...]) -> Made:
 @by_recipe
 def test_a_layer_is_that_of_the_cpu(layer: str, recipe_name: str, taken: list[Path]) -> None:
     module, x, arguments = made(layer)
-    expected = step(module, x, arguments, recipe_name)
+    # A module that moves takes its gradients along.
+    expected = [one.clone() for one in step(module, x, arguments, recipe_name)]
     taken.clear()
     found = step(*moved(module, x, arguments), recipe_name)
     # A value beside the middle of two codes may fall to either.
