@@ -249,15 +249,13 @@ def _columns_kernel(
     )  # fmt: skip
 
 
-def multiply_columns(
-    dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor, out: Tensor | None = None
-) -> Tensor:
+def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """``dw_GNK[g] = dy[g].T @ x[g]``, zeros for an empty group.
 
-    All are aligned, and their dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
+    Both are aligned, and their dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
     block, N, K = values_a_block(x_TK), dy_TN.shape[1], x_TK.shape[1]
-    dw_GNK = new_aligned((len(ends_G), N, K), x_TK) if out is None else out
+    dw_GNK = new_aligned((len(ends_G), N, K), x_TK)
     descs = ragged(dy_TN, block, TILE["HALF"]), ragged(x_TK, block, TILE["BN"])
     _launch(descs, groups_by_size(ends_G, len(x_TK)), dw_GNK, (None, None), BK=block)
     return dw_GNK

@@ -34,7 +34,7 @@ from backstash.kernels.reference.grouped_mm import (
 try:
     from backstash.kernels.grouped_columns import multiply_columns
     from backstash.kernels.grouped_rows import multiply_rows
-    from backstash.kernels.warpgroups import DTYPES, aligned, is_aligned
+    from backstash.kernels.warpgroups import DTYPES, aligned
 except (ImportError, AttributeError):
     # Gluon is new in Triton and still changes its names; without it, torch multiplies.
     DTYPES = {}
@@ -152,18 +152,11 @@ def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     return _mm_rows(dy_TN, w_GNK, ends_G)
 
 
-def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor, out: Tensor | None = None) -> Tensor:
+def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """Give the gradient of :func:`grouped_mm`'s weight: ``dw_GNK[g] = dy[g].T @ x[g]``."""
     if not _has_kernels(dy_TN):
-        return reference.grouped_mm_dw(dy_TN, x_TK, ends_G, out)
-    check_grouped_dw(dy_TN, x_TK, ends_G, out)
-    if out is not None and _is_for_hopper(x_TK) and out.numel() and len(x_TK) and is_aligned(out):
-        return multiply_columns(aligned(dy_TN), aligned(x_TK), ends_G, out)
-    dw_GNK = _mm_columns(dy_TN, x_TK, ends_G)
-    return dw_GNK if out is None else out.copy_(dw_GNK)
-
-
-def _mm_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
+        return reference.grouped_mm_dw(dy_TN, x_TK, ends_G)
+    check_grouped_dw(dy_TN, x_TK, ends_G)
     groups, rows = ends_G.shape[0], x_TK.shape[0]
     if not (groups and rows and dy_TN.shape[1] and x_TK.shape[1]):
         return x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])

@@ -48,22 +48,18 @@ def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     return _mm_rows(dy_TN, w_GNK, ends_G)
 
 
-def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor, out: Tensor | None = None) -> Tensor:
+def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """Give the gradient of :func:`grouped_mm`'s weight: ``dw_GNK[g] = dy[g].T @ x[g]``.
 
-    A group without rows gets exact zeros: the sum over nothing.  With ``out`` it is written
-    there: some rows or columns of a larger gradient, from some columns of the operands.
+    A group without rows gets exact zeros: the sum over nothing.
 
     Raises:
-        ShapeError: the two do not have the same number of rows, or ``out`` has another shape.
+        ShapeError: the two do not have the same number of rows.
         DtypeError: the dtypes differ, or ``ends_G`` is not int32 or int64.
     """
-    check_grouped_dw(dy_TN, x_TK, ends_G, out)
+    check_grouped_dw(dy_TN, x_TK, ends_G)
     groups, rows = ends_G.shape[0], x_TK.shape[0]
-    dw_GNK = out
-    if dw_GNK is None:
-        dw_GNK = x_TK.new_empty(groups, dy_TN.shape[1], x_TK.shape[1])
-    dw_GNK.zero_()
+    dw_GNK = x_TK.new_zeros(groups, dy_TN.shape[1], x_TK.shape[1])
     if dw_GNK.numel() == 0 or rows == 0:
         return dw_GNK
     if x_TK.is_cuda:
@@ -161,9 +157,7 @@ def check_grouped(
         )
 
 
-def check_grouped_dw(
-    dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor, out: Tensor | None = None
-) -> None:
+def check_grouped_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> None:
     """Refuse a gradient and an input that are not of the same rows and dtype."""
     check_ends("grouped_mm_dw", ends_G)
     check_dtypes("grouped_mm_dw", dy_TN, x_TK)
@@ -171,12 +165,6 @@ def check_grouped_dw(
         raise ShapeError(
             f"grouped_mm_dw needs (T, N) and (T, K) with the same T, got {tuple(dy_TN.shape)} "
             f"and {tuple(x_TK.shape)}; pass the gradient and the input of the same rows"
-        )
-    wanted = (len(ends_G), dy_TN.shape[1], x_TK.shape[1])
-    if out is not None and tuple(out.shape) != wanted:
-        raise ShapeError(
-            f"grouped_mm_dw has {wanted} to write, got room for {tuple(out.shape)}; pass a view "
-            "of that shape"
         )
 
 
