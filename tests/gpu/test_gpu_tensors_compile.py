@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu
 # Rows and columns that are no multiple of a block, and that are.
 RAGGED, WHOLE = (33, 40), (256, 128)
 by_case = pytest.mark.parametrize(
-    ("backend", "shape"),
+    ("backend", "shape", "dtype"),
     [
-        ("aot_eager", RAGGED),
-        ("aot_eager", WHOLE),
+        ("aot_eager", RAGGED, torch.float32),
+        ("aot_eager", WHOLE, torch.bfloat16),
         # The compiler warns about itself.
-        pytest.param("inductor", WHOLE, marks=pytest.mark.filterwarnings("ignore")),
+        pytest.param("inductor", WHOLE, torch.float32, marks=pytest.mark.filterwarnings("ignore")),
     ],
     ids=str,
 )
@@ -41,9 +41,9 @@ def compiled(function: Any, backend: str = "aot_eager") -> Any:
 @by_format
 @by_case
 def test_quantize_matmul_dequantize_is_one_graph(
-    format: Any, backend: str, shape: tuple[int, int]
+    format: Any, backend: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    x, w = torch.randn(shape, device="cuda"), torch.randn(shape[1], 8, device="cuda")
+    x, w = (torch.randn(size, device="cuda").to(dtype) for size in (shape, (shape[1], 8)))
 
     def step(x: Any, w: Any) -> Any:
         q = format.quantize(x, Usage.BOTH)

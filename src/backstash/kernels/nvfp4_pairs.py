@@ -251,5 +251,7 @@ def column_words(pairs, over_all, inverse, p_seed, i_block):
 
 def are_pairs(x_MK: Tensor, candidates: int) -> bool:
     """Whether a matrix can be read in words, and its cast is one that works on pairs."""
+    if torch.compiler.is_compiling():
+        return False  # where a matrix will lie is not known then
     is_even = x_MK.shape[1] % 2 == 0 and x_MK.stride(0) % 2 == 0 and x_MK.data_ptr() % 4 == 0
     return x_MK.dtype is torch.bfloat16 and is_even and candidates == 1

@@ -42,6 +42,10 @@ def scale_of(amax, largest, epsilon, value_for_inf, exact):
 
     Both are one where ``amax`` says nothing: zero, infinity and NaN.
     """
+    # A compiler of torch hands numbers over as float64.
+    largest = tl.cast(largest, tl.float32)
+    epsilon = tl.cast(epsilon, tl.float32)
+    value_for_inf = tl.cast(value_for_inf, tl.float32)
     amax = tl.where(amax < epsilon, epsilon, amax)
     if exact is None:
         exponent = exponent_for(amax, largest, value_for_inf)
