@@ -149,6 +149,8 @@ def _quantize_pairs_kernel(
 
 def are_pairs(x_MK: Tensor, outputs: Sequence[Tensor | None], scaling: Scaling) -> bool:
     """Whether values, codes and scales are what :func:`quantize_pairs` is for."""
+    if torch.compiler.is_compiling():
+        return False  # where a matrix will lie is not known then
     # Rows begin at multiples of 16 words, or nothing could be loaded or stored 16 bytes at once.
     whole = x_MK.shape[1] % 32 == 0 and x_MK.stride(0) % 32 == 0
     aligned = all(y is None or y.data_ptr() % 16 == 0 for y in (x_MK, *outputs))
