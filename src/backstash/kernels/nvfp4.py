@@ -48,7 +48,7 @@ from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
 # Rows, blocks of columns, and steps of a program, and its warps.  A thread has two blocks a step
 # and, of tiles, four; programs with groups have few rows, or fewer of them would be full.
-_ROWS, _ROWS_OF_GROUPS, _TILES = (2, 32, 4, 1), (8, 8, 4, 1), (16, 32, 1, 4)
+_ROWS, _ROWS_OF_GROUPS, _TILES = (4, 32, 4, 2), (8, 8, 4, 1), (16, 32, 1, 4)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _quantize_kernel(
     i_rows = tl.program_id(0) // chunks
     first, end, group = locate_block(p_table, rows, i_rows, B)
     # No group needs the block; of tiles the scales are to be zeros all the same.
-    if p_tile_scales is None and first >= end:
+    if p_table is not None and p_tile_scales is None and first >= end:
         return
     along_rows(
         p_x, p_codes, p_row_scales, p_tile_scales, p_amax, p_seed, first, end, group, groups,

@@ -83,6 +83,32 @@ def _load_blocks(p_x, first, end, i_column, row_stride, columns, p_rotation):
 
 
 @triton.jit
+def _are_whole(p_table, i_block, NB: tl.constexpr, groups, rows, blocks, columns_left):
+    """Whether NB blocks have all of their rows, these are in groups, and columns are left."""
+    if p_table is None:
+        whole = 16 * (i_block + NB) <= rows
+    else:
+        m_block, p_last = i_block + NB <= blocks, p_table + (i_block + NB - 1) * 8
+        # Blocks are in order and have at most 16 rows.
+        end, first = tl.load(p_last + 1, mask=m_block, other=0), tl.load(p_table + i_block * 8)
+        whole = (end - first == 16 * NB) & (tl.load(p_last + 2, mask=m_block, other=0) < groups)
+    return whole & (columns_left >= 0)
+
+
+@triton.jit
+def _load_whole_pairs(p_x, first, i_pair, row_stride):
+    """Like :func:`_load_pairs`, of blocks that are all there."""
+    N: tl.constexpr = first.shape[0] * i_pair.shape[0]
+    stride = tl.cast(row_stride // 2, tl.int64)
+    p_tile = p_x.to(tl.pointer_type(tl.int32))
+    p_tile += first.to(tl.int64)[:, None] * stride + i_pair[None, :]
+    pairs = ()
+    for i in tl.static_range(16):
+        pairs += (tl.reshape(tl.load(p_tile + i * stride), [N]),)
+    return pairs
+
+
+@triton.jit
 def _load_pairs(p_x, first, end, i_pair, row_stride, columns):
     """The 16 rows of blocks as pairs of neighbours of a row."""
     N: tl.constexpr = first.shape[0] * i_pair.shape[0]
@@ -179,13 +205,20 @@ def down_columns(
         if PAIRS:
             i_pair = i_chunk * (BK // 2) + tl.arange(0, BK // 2)
             i_pair = tl.max_contiguous(i_pair, V // 2)
-            pairs = _load_pairs(p_x, first, end, i_pair, row_stride, columns)
+            i_first = i_program // chunks * NB
+            # A rotation needs the registers that a second way of loading takes.
+            if p_rotation is None and _are_whole(
+                p_table, i_first, NB, groups, rows, blocks, columns - i_chunk * BK - BK
+            ):
+                pairs = _load_whole_pairs(p_x, first, i_pair, row_stride)
+            else:
+                pairs = _load_pairs(p_x, first, end, i_pair, row_stride, columns)
             if p_rotation is not None:
                 pairs = _rotate_pairs(pairs)
             overs, inverses = _overs(p_amax, group, groups, i_column, columns, amax_stride)
-            i_first = i_block[:, None] * columns + 2 * i_pair[None, :]
-            i_first = tl.reshape(i_first, [NB * BK // 2])
-            codes = column_words(pairs, overs, inverses, p_seed, i_first)
+            i_pairs = i_block[:, None] * columns + 2 * i_pair[None, :]
+            i_pairs = tl.reshape(i_pairs, [NB * BK // 2])
+            codes = column_words(pairs, overs, inverses, p_seed, i_pairs)
             byte, words = tl.join(codes[0], codes[2]), ()
             for i in tl.static_range(2):
                 words += (tl.reshape(tl.join(codes[1][i], codes[3][i]), [NB, BK]),)

@@ -105,12 +105,11 @@ def four_codes(sizes, others):
 
 
 @triton.jit
-def _place_of(size, word, k: tl.constexpr):
+def _place_of(size, word, start, k: tl.constexpr):
     """Where a magnitude lies between codes plus random byte ``k`` of a word, from 128 on.
 
     The bits from the 16th on are the code.
     """
-    start = tl.full(word.shape, 0x43000000, tl.uint32)
     place = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
         [word, start, tl.full(word.shape, 0x7504 + 16 * k, tl.uint32)],
@@ -123,11 +122,15 @@ def _place_of(size, word, k: tl.constexpr):
 
 
 @triton.jit
-def four_drawn(sizes, others, word, other_word):
+def four_drawn(sizes, others, random, multiplier):
     """Like :func:`four_codes`, but each one of two codes by a random byte of two words."""
+    # The bits of 128, as a sum with a sign that is never there: an instruction takes one
+    # constant, and two of them would be moved to a register for each value.
+    start = (multiplier.to(tl.uint32, bitcast=True) >> 31) + 0x43000000
     codes = ()
     for k in tl.static_range(4):
-        place, other = _place_of(sizes[k], word, k), _place_of(others[k], other_word, k)
+        place = _place_of(sizes[k], random[0], start, k)
+        other = _place_of(others[k], random[1], start, k)
         codes += (upper_halves(place, other),)
     total = codes[0] + codes[1] * 16 + codes[2] * 256 + codes[3] * 4096
     return total - (0x43004300 * 0x1111) % 2**32
@@ -208,7 +211,8 @@ def row_words(pairs, multiplier, limit, p_seed, i_block, STREAM: tl.constexpr):
         if p_seed is None:
             codes = four_codes(sizes[:4], sizes[4:])
         else:
-            codes = four_drawn(sizes[:4], sizes[4:], random[2 * half], random[2 * half + 1])
+            of_half = random[2 * half], random[2 * half + 1]
+            codes = four_drawn(sizes[:4], sizes[4:], of_half, multiplier)
         words += (codes | eight_signs(pairs[4 * half : 4 * half + 4]),)
     return words
 
@@ -240,7 +244,7 @@ def column_words(pairs, over_all, inverse, p_seed, i_block):
         if p_seed is None:
             codes = four_codes(lower, upper)
         else:
-            codes = four_drawn(lower, upper, random[quarter], upper_random[quarter])
+            codes = four_drawn(lower, upper, (random[quarter], upper_random[quarter]), multiplier)
         quarters += (codes | signs,)
     words, upper_words = (), ()
     for half in tl.static_range(2):

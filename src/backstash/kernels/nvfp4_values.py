@@ -62,7 +62,7 @@ def _rows_kernel(
     chunks = tl.cdiv(blocks, BC * STEPS)
     i_rows, i_chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     first, end, group = locate_block(p_table, rows, i_rows, B)
-    if first >= end:
+    if p_table is not None and first >= end:
         return
     o_first = tl.cast(first, tl.int64)
     p_codes += o_first * width
@@ -119,7 +119,7 @@ def _columns_kernel(
     i_column = tl.max_contiguous((tl.program_id(0) % chunks) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     first, end, group, prefix, width, before = locate_blocks(p_table, rows, width, i_block, blocks)
-    if tl.max(tl.where(i_block < blocks, end - first, 0), 0) == 0:
+    if p_table is not None and tl.max(tl.where(i_block < blocks, end - first, 0), 0) == 0:
         return
     # The tail is written, as zeros, and never read.
     m_read = (group < groups) & (i_block < blocks)
@@ -186,7 +186,7 @@ def dequantize_nvfp4_columns(
     y_MK = torch.empty(rows, scales_SK.shape[1], dtype=dtype, device=codes.device)
     tile, programs = column_tile(scales_SK)
     codes = codes.contiguous()
-    if codes.data_ptr() % 4:
+    if not torch.compiler.is_compiling() and codes.data_ptr() % 4:
         codes = codes.clone()
     if programs:
         _columns_kernel[(programs,)](
