@@ -1,7 +1,8 @@
 """The free list of a pool, inside kernels: taking pages, finding them, giving them back.
 
-A launch reads the heads of both rings once, counts on from there, and its last program writes
-the new ones.  What the counters mean is in :mod:`backstash.kernels.reference.pages`.
+A launch reads the heads of both rings once and counts on from there; the new ones are written when
+every program has read the old.  What the counters mean is in
+:mod:`backstash.kernels.reference.pages`.
 """
 
 # The type checker knows neither launch options nor loops that Triton unrolls.
@@ -32,7 +33,9 @@ FIRST_OVERFLOW = tl.constexpr(int(PoolState.FIRST_OVERFLOW))
 SPILLED = tl.constexpr(int(PoolState.SPILLED))
 BYTES_STASHED = tl.constexpr(int(PoolState.BYTES_STASHED))
 BYTES_RESTORED = tl.constexpr(int(PoolState.BYTES_RESTORED))
-PROGRAMS_DONE = tl.constexpr(int(PoolState.PROGRAMS_DONE))
+NUMBERS_GIVEN = tl.constexpr(int(PoolState.NUMBERS_GIVEN))
+#: Where a table counts the same for its restore.
+RESTORING = tl.constexpr(3)
 
 
 @triton.jit
@@ -70,51 +73,88 @@ def page_address(p_device, p_host, page, device_size, PAGE: tl.constexpr):
 
 
 @triton.jit
-def commit(p_state, p_table, p_receipt, sizes, total, bytes_stashed, number, programs):
-    """Write the new heads and all counters, in the last program of the launch to come here."""
-    # All threads of this program must have read the heads before it counts as done.
-    tl.debug_barrier()
-    done = tl.atomic_add(p_state + PROGRAMS_DONE, 1, sem="acq_rel")
-    if done == programs - 1:
-        tl.store(p_state + PROGRAMS_DONE, 0)
-        # Read again, so that no program keeps them in registers while it copies.
-        head_device, head_host, free_device, free_host = read_pool(p_state)
-        from_device = tl.minimum(total, free_device)
-        from_host = total - from_device
-        missing = tl.load(p_state + MISSING)
-        if from_host <= free_host:
-            tl.store(p_state + BYTES_STASHED, tl.load(p_state + BYTES_STASHED) + bytes_stashed)
-            tl.store(p_receipt, from_device + (from_host << HOST_SHIFT))
-            tl.store(p_table + 2, tl.full((), 0, tl.int64))
-        else:
-            _count_overflow(p_state, from_host - free_host, number)
-            tl.store(p_receipt, tl.full((), RECEIPT_OVERFLOW, tl.int64))
-            tl.store(p_table + 2, total)
-            missing += total
-            from_device = tl.full((), 0, tl.int64)
-            from_host = tl.full((), 0, tl.int64)
-        tl.store(p_table, from_device)
-        tl.store(p_table + 1, from_host)
-        tl.store(p_state + HEAD_DEVICE, head_device + from_device)
-        tl.store(p_state + HEAD_HOST, head_host + from_host)
-        used_device = sizes[0] - free_device + from_device
-        used_host = sizes[1] - free_host + from_host
-        tl.store(p_state + MISSING, missing)
-        _raise_to(p_state + HIGH_DEVICE, used_device)
-        _raise_to(p_state + HIGH_HOST, used_host)
-        _raise_to(p_state + DEMAND, used_device + used_host + missing)
-        tl.store(p_state + SPILLED, tl.load(p_state + SPILLED) + from_host)
+def find_page(lookup, slot, PAGE: tl.constexpr):
+    """The free page that a launch's slot takes, and where it begins."""
+    p_free, from_device, rings, sizes, p_device, p_host = lookup
+    page = page_at(p_free, slot, from_device, rings, sizes)
+    return page, page_address(p_device, p_host, page, sizes[0], PAGE)
 
 
 @triton.jit
-def _raise_to(p_counter, value):
-    tl.store(p_counter, tl.maximum(tl.load(p_counter), value))
+def next_part(taken, p_given, ASK: tl.constexpr):
+    """The part that a program takes after ``taken``; its first is the one with its own number.
+
+    With ``ASK`` a program that was fast gets more parts, and all stay close together.
+    """
+    if ASK:
+        # Nothing is handed over with it, so it need not wait until what was written has arrived.
+        return tl.num_programs(0) + tl.atomic_add(p_given, 1, sem="relaxed").to(tl.int32)
+    else:
+        return taken + tl.num_programs(0)
+
+
+@triton.jit
+def is_last(taken, parts, p_given, ASK: tl.constexpr):
+    """Is this the program that has asked for a number last, so that all have read the heads?
+
+    Every program asks once at least, and not before it has read them: what it has taken says so.
+    """
+    programs = tl.num_programs(0)
+    if ASK:
+        if tl.program_id(0) >= parts:
+            taken = next_part(taken, p_given, ASK)
+        return taken == programs + tl.maximum(parts, programs) - 1
+    else:
+        # All threads of this program must have read them before it counts.
+        tl.debug_barrier()
+        return tl.atomic_add(p_given, 1, sem="relaxed") == programs - 1
+
+
+@triton.jit
+def commit(p_state, p_table, p_receipt, sizes, total, bytes_stashed, number):
+    """Write the new heads and all counters, when every program has read the old ones."""
+    # All are read before one is written: a reading behind a writing would wait for it to return.
+    head_device, head_host, free_device, free_host = read_pool(p_state)
+    stashed = tl.load(p_state + BYTES_STASHED)
+    spilled = tl.load(p_state + SPILLED)
+    missing = tl.load(p_state + MISSING)
+    high_device = tl.load(p_state + HIGH_DEVICE)
+    high_host = tl.load(p_state + HIGH_HOST)
+    demand = tl.load(p_state + DEMAND)
+    from_device = tl.minimum(total, free_device)
+    from_host = total - from_device
+    lacking = tl.full((), 0, tl.int64)
+    receipt = from_device + (from_host << HOST_SHIFT)
+    if from_host > free_host:
+        _count_overflow(p_state, from_host - free_host, number)
+        receipt = tl.full((), RECEIPT_OVERFLOW, tl.int64)
+        lacking += total
+        from_device = tl.full((), 0, tl.int64)
+        from_host = tl.full((), 0, tl.int64)
+        bytes_stashed = tl.full((), 0, tl.int64)
+    tl.store(p_receipt, receipt)
+    tl.store(p_table, from_device)
+    tl.store(p_table + 1, from_host)
+    tl.store(p_table + 2, lacking)
+    tl.store(p_table + RESTORING, 0)
+    tl.store(p_state + HEAD_DEVICE, head_device + from_device)
+    tl.store(p_state + HEAD_HOST, head_host + from_host)
+    used_device = sizes[0] - free_device + from_device
+    used_host = sizes[1] - free_host + from_host
+    missing += lacking
+    tl.store(p_state + MISSING, missing)
+    tl.store(p_state + HIGH_DEVICE, tl.maximum(high_device, used_device))
+    tl.store(p_state + HIGH_HOST, tl.maximum(high_host, used_host))
+    tl.store(p_state + DEMAND, tl.maximum(demand, used_device + used_host + missing))
+    tl.store(p_state + BYTES_STASHED, stashed + bytes_stashed)
+    tl.store(p_state + SPILLED, spilled + from_host)
+    tl.store(p_state + NUMBERS_GIVEN, 0)
 
 
 @triton.jit
 def _count_overflow(p_state, shortage, number):
     tl.store(p_state + OVERFLOWS, tl.load(p_state + OVERFLOWS) + 1)
-    _raise_to(p_state + SHORTAGE, shortage)
+    tl.store(p_state + SHORTAGE, tl.maximum(tl.load(p_state + SHORTAGE), shortage))
     if tl.load(p_state + FIRST_OVERFLOW) == 0:
         tl.store(p_state + FIRST_OVERFLOW, tl.full((), 1, tl.int64) + number)
 

@@ -20,23 +20,54 @@ import triton
 import triton.language as tl
 
 from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_of
+from backstash.kernels.free_pages import find_page, next_part
 
 
 @triton.jit
 def part_in(
-    p_from, p_page, i_part, left, PAYLOAD: tl.constexpr, PART: tl.constexpr, WORDS: tl.constexpr
+    p_from,
+    lookup,
+    place,
+    left,
+    taken,
+    p_given,
+    PAGE: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    PART: tl.constexpr,
+    WORDS: tl.constexpr,
+    ASK: tl.constexpr,
 ):
-    """Write ``min(left, PART)`` elements to the place of the ``i_part``-th part of a page."""
-    if p_from.dtype.element_ty == tl.uint8:
-        _copy(p_from, p_page + i_part * PART, left, left, PART, WORDS)
+    """Write ``min(left, PART)`` elements into a page.
+
+    ``place`` is the slot that takes the page, and which part of it is written.  Returns the part
+    that the program takes next, and the page.
+    """
+    slot, i_part = place
+    if (p_from.dtype.element_ty == tl.uint8) & WORDS:
+        i_word = tl.arange(0, PART // 4)
+        end = (tl.minimum(left, PART) // 16 * 4).to(tl.int32)
+        word = tl.load(p_from.to(tl.pointer_type(tl.int32)) + i_word, mask=i_word < end)
+        # Both while what was asked for is on its way.
+        following = next_part(taken, p_given, ASK)
+        page, p_page = find_page(lookup, slot, PAGE)
+        p_to = p_page + i_part * PART
+        tl.store(p_to.to(tl.pointer_type(tl.int32)) + i_word, word, mask=i_word < end)
+        if left < PART:
+            _copy_bytes(p_from, p_to, end * 4 + tl.arange(0, 16), left, left)
     else:
-        BLOCKS: tl.constexpr = PAYLOAD // 32
-        B: tl.constexpr = PART // 32
-        end = (tl.minimum(left, PART) // 32).to(tl.int32)
-        _quantize(p_from, p_page, i_part * B, 0, end, 32, BLOCKS, B)
-        if end * 32 < tl.minimum(left, PART):
-            rest = (left - end * 32).to(tl.int32)
-            _quantize(p_from, p_page, i_part * B, end, end + 1, rest, BLOCKS, 1)
+        following = next_part(taken, p_given, ASK)
+        page, p_page = find_page(lookup, slot, PAGE)
+        if p_from.dtype.element_ty == tl.uint8:
+            _copy_bytes(p_from, p_page + i_part * PART, tl.arange(0, PART), left, left)
+        else:
+            BLOCKS: tl.constexpr = PAYLOAD // 32
+            B: tl.constexpr = PART // 32
+            end = (tl.minimum(left, PART) // 32).to(tl.int32)
+            _quantize(p_from, p_page, i_part * B, 0, end, 32, BLOCKS, B)
+            if end * 32 < tl.minimum(left, PART):
+                rest = (left - end * 32).to(tl.int32)
+                _quantize(p_from, p_page, i_part * B, end, end + 1, rest, BLOCKS, 1)
+    return following, page
 
 
 @triton.jit
@@ -44,41 +75,45 @@ def part_out(
     p_page,
     p_to,
     i_part,
-    left,
-    there,
+    lengths,
+    taken,
+    p_given,
     PAYLOAD: tl.constexpr,
     PART: tl.constexpr,
     WORDS: tl.constexpr,
+    ASK: tl.constexpr,
 ):
     """Write ``min(left, PART)`` elements of the ``i_part``-th part of a page.
 
-    Where ``there`` is zero and not ``left``, none are read, and zeros are written.
+    ``lengths`` are ``left`` and how many of these are there: where none are, none are read, and
+    zeros are written.  Returns the part that the program takes next.
     """
-    if p_to.dtype.element_ty == tl.uint8:
-        _copy(p_page + i_part * PART, p_to, left, there, PART, WORDS)
-    else:
-        BLOCKS: tl.constexpr = PAYLOAD // 32
-        B: tl.constexpr = PART // 32
-        end = (tl.minimum(left, PART) // 32).to(tl.int32)
-        _dequantize(p_page, p_to, i_part * B, 0, end, 32, there, BLOCKS, B)
-        if end * 32 < tl.minimum(left, PART):
-            rest = (left - end * 32).to(tl.int32)
-            _dequantize(p_page, p_to, i_part * B, end, end + 1, rest, there, BLOCKS, 1)
-
-
-@triton.jit
-def _copy(p_from, p_to, left, there, PART: tl.constexpr, WORDS: tl.constexpr):
-    if WORDS:
+    left, there = lengths
+    if (p_to.dtype.element_ty == tl.uint8) & WORDS:
+        p_from = p_page + i_part * PART
         i_word = tl.arange(0, PART // 4)
         end = (tl.minimum(left, PART) // 16 * 4).to(tl.int32)
         end_there = (tl.minimum(there, PART) // 16 * 4).to(tl.int32)
         p_from_word = p_from.to(tl.pointer_type(tl.int32)) + i_word
         word = tl.load(p_from_word, mask=i_word < end_there, other=0)
+        # While what was asked for is on its way.
+        following = next_part(taken, p_given, ASK)
         tl.store(p_to.to(tl.pointer_type(tl.int32)) + i_word, word, mask=i_word < end)
         if left < PART:
             _copy_bytes(p_from, p_to, end * 4 + tl.arange(0, 16), left, there)
     else:
-        _copy_bytes(p_from, p_to, tl.arange(0, PART), left, there)
+        following = next_part(taken, p_given, ASK)
+        if p_to.dtype.element_ty == tl.uint8:
+            _copy_bytes(p_page + i_part * PART, p_to, tl.arange(0, PART), left, there)
+        else:
+            BLOCKS: tl.constexpr = PAYLOAD // 32
+            B: tl.constexpr = PART // 32
+            end = (tl.minimum(left, PART) // 32).to(tl.int32)
+            _dequantize(p_page, p_to, i_part * B, 0, end, 32, there, BLOCKS, B)
+            if end * 32 < tl.minimum(left, PART):
+                rest = (left - end * 32).to(tl.int32)
+                _dequantize(p_page, p_to, i_part * B, end, end + 1, rest, there, BLOCKS, 1)
+    return following
 
 
 @triton.jit

@@ -1,10 +1,12 @@
 """Buffers into pages and back on a GPU; what each operation means is in its reference twin.
 
 One launch does a whole batch of buffers.  Every program reads the heads of the free list and
-the counts, so each knows without asking where every page goes; the programs then take parts of
-the buffers in turn, over all of them, so that a small buffer costs one part and not a launch.
-The new heads are written by the last program to finish: until then every program, however late
-it starts, must find the old ones.
+the counts, so each knows without asking where every page goes.  The parts of all buffers are
+numbered through, so that a small buffer costs one part and not a launch, and a program takes one
+after the other: where parts are large, by asking for the next number, because memory is fastest
+when what is read and written at one time lies close together; where they are small and there are
+many, in turn, because asking would take longer than moving one.  The new heads are written when
+the last program has asked: until then every one, however late it starts, must find the old ones.
 
 How a part moves is in ``page_parts.py``.  Whether it lies in a page of the device or of the
 host, and whether there is anything to copy at all, is told by addresses and masks, not by
@@ -30,9 +32,11 @@ from backstash.errors import LayoutError
 from backstash.kernels.free_pages import (
     BYTES_RESTORED,
     HEADER,
+    NUMBERS_GIVEN,
+    RESTORING,
     commit,
+    is_last,
     page_address,
-    page_at,
     read_pool,
     release,
     ring_places,
@@ -44,7 +48,7 @@ from backstash.kernels.reference.pages import MOST_BUFFERS, page_payload
 
 
 class Footprint(NamedTuple):
-    """What a launch takes of the device; all of its programs run at once."""
+    """What a launch takes of the device."""
 
     warps: int
     programs: int
@@ -53,13 +57,14 @@ class Footprint(NamedTuple):
     """Of a thread; the compiler takes no more, or fewer programs would fit."""
     part_bytes: int
     """Bytes that a program copies at once, a buffer of bytes, at most."""
+    asks: bool
+    """Does a program ask for its next part, or take them in turn with the others?"""
 
 
-# Few large programs keep what is read and written at one time close together, and leave half of
-# a processor's registers to what computes beside them.
-COPYING = Footprint(warps=16, programs=1, registers=64, part_bytes=32768)
+# Few large programs: what is read and written at one time is close together.
+COPYING = Footprint(warps=16, programs=2, registers=64, part_bytes=32768, asks=True)
 # Between reading a block and writing it there is work to do, so more of them must be under way.
-QUANTIZING = Footprint(warps=4, programs=12, registers=40, part_bytes=4096)
+QUANTIZING = Footprint(warps=4, programs=12, registers=40, part_bytes=4096, asks=False)
 _WARP_BYTES = 32 * 16
 _VECTOR = 16
 _NEVER_SPECIAL = 2**40 + 8
@@ -96,12 +101,12 @@ def stash_pages(
         device_pages.numel() // page_bytes,
         host_pages.numel() // page_bytes,
         number,
-        shape.programs,
         BUFFERS=len(sources),
         PAGE=page_bytes,
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
+        ASK=shape.footprint.asks,
         num_warps=shape.footprint.warps,
         maxnreg=shape.footprint.registers,
     )
@@ -129,13 +134,13 @@ def restore_pages(
         host_pages,
         state,
         device_pages.numel() // page_bytes,
-        shape.programs,
         GIVEN=len(destinations),
         BUFFERS=buffers,
         PAGE=page_bytes,
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
+        ASK=shape.footprint.asks,
         num_warps=shape.footprint.warps,
         maxnreg=shape.footprint.registers,
     )
@@ -230,13 +235,7 @@ def _item_bytes(p_values):
     return p_values.dtype.element_ty.primitive_bitwidth // 8
 
 
-@triton.jit
-def _first_part(i_program, before, programs):
-    """The first part of a buffer that is this program's, ``before`` parts having gone before."""
-    return (i_program - before % programs + programs) % programs
-
-
-@triton.jit(do_not_specialize=["device_size", "host_size", "number", "programs"])
+@triton.jit(do_not_specialize=["device_size", "host_size", "number"])
 def _stash(
     p_sources,
     p_rows,
@@ -251,14 +250,13 @@ def _stash(
     device_size,
     host_size,
     number,
-    programs,
     BUFFERS: tl.constexpr,
     PAGE: tl.constexpr,
     PAYLOADS: tl.constexpr,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
+    ASK: tl.constexpr,
 ):
-    i_program = tl.program_id(0)
     head_device, head_host, free_device, free_host = read_pool(p_state)
     # Numbers of pages and parts fit into 32 bits, which halves what a loop keeps in registers.
     total = 0
@@ -270,33 +268,40 @@ def _stash(
     sizes = (device_size, host_size)
     rings = ring_places(head_device, head_host, sizes)
 
+    lookup = (p_free, from_device, rings, sizes, p_device, p_host)
+    p_given = p_state + NUMBERS_GIVEN
+    taken = tl.program_id(0)
     first, parts_before = 0, 0
     bytes_stashed = tl.full((), 0, tl.int64)
     for i in tl.static_range(BUFFERS):
         length = _valid_length(p_rows[i], capacity_rows[i], widths[i])
         nbytes = length * _item_bytes(p_sources[i])
-        if i_program == 0:
+        if tl.program_id(0) == 0:
             tl.store(p_table + HEADER + i, nbytes)
             tl.store(p_table + HEADER + BUFFERS + i, first)
         parts = tl.where(fits, tl.cdiv(length, PARTS[i]), 0).to(tl.int32)
-        for i_part in range(_first_part(i_program, parts_before, programs), parts, programs):
+        while taken < parts_before + parts:
+            i_part = taken - parts_before
             slot = first + i_part // (PAYLOADS[i] // PARTS[i])
-            page = page_at(p_free, slot, from_device, rings, sizes)
-            p_page = page_address(p_device, p_host, page, device_size, PAGE)
             in_page = i_part % (PAYLOADS[i] // PARTS[i])
             before = tl.full((), PARTS[i], tl.int64) * i_part
+            left = length - before
             p_from = p_sources[i] + before
-            part_in(p_from, p_page, in_page, length - before, PAYLOADS[i], PARTS[i], WORDS)
+            place = (slot, in_page)
+            taken, page = part_in(
+                p_from, lookup, place, left, taken, p_given, PAGE, PAYLOADS[i], PARTS[i], WORDS, ASK
+            )
             if in_page == 0:
                 tl.store(p_table + HEADER + 2 * BUFFERS + slot, page)
         parts_before += parts
         bytes_stashed += nbytes
         first += tl.cdiv(length, PAYLOADS[i]).to(tl.int32)
 
-    commit(p_state, p_table, p_receipt, sizes, total, bytes_stashed, number, programs)
+    if is_last(taken, parts_before, p_given, ASK):
+        commit(p_state, p_table, p_receipt, sizes, total, bytes_stashed, number)
 
 
-@triton.jit(do_not_specialize=["device_size", "programs"])
+@triton.jit(do_not_specialize=["device_size"])
 def _restore(
     p_destinations,
     places,
@@ -306,37 +311,41 @@ def _restore(
     p_host,
     p_state,
     device_size,
-    programs,
     GIVEN: tl.constexpr,
     BUFFERS: tl.constexpr,
     PAGE: tl.constexpr,
     PAYLOADS: tl.constexpr,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
+    ASK: tl.constexpr,
 ):
-    i_program = tl.program_id(0)
     missing = tl.load(p_table + 2)
+    p_given = p_table + RESTORING
+    taken = tl.program_id(0)
     parts_before = 0
     bytes_restored = tl.full((), 0, tl.int64)
     for i in tl.static_range(GIVEN):
         p_entry = p_table + HEADER + _read(places[i])
         length = tl.load(p_entry) // _item_bytes(p_destinations[i])
         length = tl.minimum(length, _read(capacities[i]))
-        first = tl.load(p_entry + BUFFERS)
+        p_pages = p_table + HEADER + 2 * BUFFERS + tl.load(p_entry + BUFFERS)
         parts = tl.cdiv(length, PARTS[i]).to(tl.int32)
-        for i_part in range(_first_part(i_program, parts_before, programs), parts, programs):
+        while taken < parts_before + parts:
+            i_part = taken - parts_before
             # After an overflow the slots say nothing, but they may be read.
-            page = tl.load(
-                p_table + HEADER + 2 * BUFFERS + first + i_part // (PAYLOADS[i] // PARTS[i])
-            )
+            page = tl.load(p_pages + i_part // (PAYLOADS[i] // PARTS[i]))
             p_page = page_address(p_device, p_host, page, device_size, PAGE)
             in_page = i_part % (PAYLOADS[i] // PARTS[i])
             before = tl.full((), PARTS[i], tl.int64) * i_part
             left = length - before
-            there = tl.where(missing == 0, left, 0)
             p_to = p_destinations[i] + before
-            part_out(p_page, p_to, in_page, left, there, PAYLOADS[i], PARTS[i], WORDS)
+            lengths = (left, tl.where(missing == 0, left, 0))
+            taken = part_out(
+                p_page, p_to, in_page, lengths, taken, p_given, PAYLOADS[i], PARTS[i], WORDS, ASK
+            )
         parts_before += parts
         bytes_restored += length * _item_bytes(p_destinations[i])
-    if (i_program == 0) & (missing == 0):
-        tl.atomic_add(p_state + BYTES_RESTORED, bytes_restored)
+    if is_last(taken, parts_before, p_given, ASK):
+        tl.store(p_given, 0)
+        if missing == 0:
+            tl.atomic_add(p_state + BYTES_RESTORED, bytes_restored)

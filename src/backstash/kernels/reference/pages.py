@@ -18,7 +18,7 @@ it counts an overflow, and its buffers come back as zeros, never as what happens
 
 The *table* of a launch says where its bytes went::
 
-    [pages on the device, pages on the host, pages missing,
+    [pages on the device, pages on the host, pages missing, numbers a restore has given,
      valid bytes of each buffer ..., first slot of each buffer ..., page of each slot ...]
 
 Letters: B buffers of a launch, N pages of both tiers.
@@ -57,13 +57,14 @@ class PoolState(enum.IntEnum):
     SPILLED = 11
     BYTES_STASHED = 12
     BYTES_RESTORED = 13
-    #: Programs of the running launch that have read the heads; zero between launches.
-    PROGRAMS_DONE = 14
+    #: Numbers that the programs of the running launch have asked for; zero between launches.
+    #: Those of a restore are counted in its table.
+    NUMBERS_GIVEN = 14
 
 
 #: Buffers that one launch takes at most.
 MOST_BUFFERS = 8
-TABLE_HEADER = 3
+TABLE_HEADER = 4
 RECEIPT_PENDING = -1
 RECEIPT_OVERFLOW = -2
 RECEIPT_HOST_SHIFT = 32
@@ -162,7 +163,7 @@ def take_pages(
         from_device = from_host = 0
     firsts = [sum(needs[:i]) for i in range(len(needs))]
     missing = total if shortage else 0
-    head = [from_device, from_host, missing, *lengths, *firsts]
+    head = [from_device, from_host, missing, 0, *lengths, *firsts]
     table[: len(head)] = torch.tensor(head, dtype=torch.int64)
     device_ids = _ring(free_N[:device_size], heads[0], from_device)
     host_ids = _ring(free_N[device_size:], heads[1], from_host)
@@ -230,7 +231,7 @@ def release_pages(
     table: Tensor, free_N: Tensor, state: Tensor, *, buffers: int, device_size: int
 ) -> None:
     """Give the pages of a launch back; ``device_size`` is the number of pages of that tier."""
-    from_device, from_host, missing = table[:TABLE_HEADER].tolist()
+    from_device, from_host, missing = table[:3].tolist()
     ids = table[TABLE_HEADER + 2 * buffers :].int()
     tails: list[int] = state.tolist()
     for ring, tail, pages in (
