@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import backstash as bs
 
 GPU = "cuda"
-WIDTH, CAPACITY, EXPERTS = 256, 4096, 8
+WIDTH, CAPACITY, EXPERTS, LAYERS = 256, 4096, 8, 6
 
 
 class Layers(nn.Module):
     """Expert layers on a buffer that is larger than what is valid in it."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))

@@ -20,6 +20,9 @@ from backstash.stash import CapturedStep, PagePool, Patience, Sizing, Stash, Ste
 from backstash.stash.captured_step import CudaRecorder
 from stash_cases import CAPACITY, PAGE, WIDTH, Experts, assert_nothing_is_held
 
+# The newest two stay where they are once a step has been seen, the others are stashed.
+STASHED, LAYERS = 3, 5
+
 
 class Standin:
     """Runs a step as a graph would: unattended, into tensors that stay where they are."""
@@ -76,7 +79,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = Experts(3)
+        self.experts = Experts(LAYERS)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(4))
 
@@ -210,7 +213,7 @@ def test_a_pool_that_may_not_grow_does_not_rerun_every_step() -> None:
     assert 4 <= limited.captured.reruns <= 6
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", range(STASHED))
 def test_an_overflow_in_any_layer_is_noticed_and_says_where(layer: int) -> None:
     training, plain = Training(4000), Training(None)
     schedule = [10] * 3
@@ -220,7 +223,7 @@ def test_an_overflow_in_any_layer_is_noticed_and_says_where(layer: int) -> None:
     pool = training.stash.pool
     # Room for the layers before this one; held by someone else is the rest.
     pool.is_fixed = False
-    pool._replace(used * layer // 3 + 1)
+    pool._replace(used * layer // LAYERS + 1)
     assert training.losses([10]) == plain.losses([10])
     assert training.captured.reruns == 1
     assert training.losses(schedule) == plain.losses(schedule)

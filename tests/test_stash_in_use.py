@@ -83,7 +83,8 @@ def test_layers_and_models_of_any_capacity_and_width_share_a_pool() -> None:
 def test_a_pool_that_saw_no_row_at_first_is_large_enough_later() -> None:
     sizing = Sizing(margin=2.0)
     kept = Stash(PagePool.auto(device="cpu", page_bytes=PAGE, sizing=sizing))
-    experts = Experts(2)
+    # The newest two are not stashed.
+    experts = Experts(4)
     parameters = list(experts.parameters())
     for counts in [(0, 0, 0, 0)] * 3 + [BALANCED] * 12:
         step(experts, parameters, counts, kept).assert_equal(step(experts, parameters, counts))

@@ -57,6 +57,17 @@ class Lanes(OneLane):
         finally:
             self.stack.pop()
 
+    def on(self, stream: str) -> contextlib.AbstractContextManager[None]:
+        return self._computing(stream)
+
+    @contextlib.contextmanager
+    def _computing(self, stream: str) -> Iterator[None]:
+        self.stack.append(stream)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
     def event(self) -> Clock:
         return dict(self.clocks[self.here()])
 

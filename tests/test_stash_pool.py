@@ -9,7 +9,7 @@ import backstash as bs
 from backstash.errors import ConfigError, DeviceError
 from backstash.kernels import PoolState
 from backstash.stash import PagePool, Policy, Sizing, Stash
-from backstash.stash.pool import Buffer, Launch
+from backstash.stash.launch import Buffer, Launch
 from stash_cases import CAPACITY, WIDTH, assert_nothing_is_held, pool, scale
 
 PAGE = 64

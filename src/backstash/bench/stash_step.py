@@ -6,7 +6,8 @@ stash and without, as it is and, on a GPU, as a CUDA graph.  Loss and gradients 
 first, bit for bit, with torch told to raise on everything that waits for the GPU.  Then both are
 timed in turns, and their peaks are measured, beside what the formula says of the stash's: *the
 plain one, less the saved buffers of all layers at full capacity, plus those of two (the layer
-that backward is at, and the one that is copied back ahead of it), plus the pages that were used*.
+that backward is at, and the one that is copied back ahead of it; the newest two are never
+copied), plus the pages that were used*.
 
 Where an imbalance changes from step to step, both are given the same load in each turn.
 
@@ -178,9 +179,12 @@ def _measure(
     whole = pages_for([(capacity, width) for width in shape.row_bytes], PAGE_BYTES)
     # Room for the worst case, so that nothing is kept back while counters are under way; what
     # the pool itself takes is no part of the peaks, the pages that were in use are.
-    pool = PagePool(whole * shape.layers * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
+    pool = PagePool((whole * shape.layers - 1) * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
-    step.run(stash)  # compiles
+    step.run(stash)  # compiles, and shows the order
+    # In new memory the most pages in use are those of the steps from here on.
+    pool.grow(whole * shape.layers * PAGE_BYTES)
+    step.run(stash)  # compiles what moves are made with
     worst = capacity * sum(shape.row_bytes)
     for mode in ("eager", "captured") if device.type == "cuda" else ("eager",):
         kind = _Captured if mode == "captured" else _Eager

@@ -74,6 +74,7 @@ from backstash.kernels.reference.grouped_mm import (
 )
 from backstash.kernels.reference.hadamard import hadamard_matrix, rotated_column_amax
 from backstash.kernels.reference.into import Into
+from backstash.kernels.reference.moves import Moves, carrying, finish_moves, new_moves
 from backstash.kernels.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -145,6 +146,7 @@ dequantize_nvfp4_columns = by_device(dequantize_nvfp4_columns, "nvfp4_values", F
 dequantize_nvfp4_rows = by_device(dequantize_nvfp4_rows, "nvfp4_values", FLOAT8_GPU)
 dequantize_nvfp4_tiles = by_device(dequantize_nvfp4_tiles, "nvfp4_values", FLOAT8_GPU)
 dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
+finish_moves = by_device(finish_moves, "moves")
 float8_grouped_mm = by_device(float8_grouped_mm, "float8_matmul", FLOAT8_GPU)
 float8_grouped_mm_dw = by_device(float8_grouped_mm_dw, "float8_matmul", FLOAT8_GPU)
 float8_mm = by_device(float8_mm, "float8_matmul", FLOAT8_GPU)
@@ -212,6 +214,7 @@ __all__ = [
     "Blocks",
     "Codes",
     "Into",
+    "Moves",
     "PoolState",
     "Scaled",
     "Turned",
@@ -221,6 +224,7 @@ __all__ = [
     "amax",
     "bfloat16_parts",
     "block_ends",
+    "carrying",
     "column_amax",
     "count_experts",
     "dequantize_block_columns",
@@ -236,6 +240,7 @@ __all__ = [
     "dequantize_nvfp4_tiles",
     "dequantize_scaled",
     "draw_seed",
+    "finish_moves",
     "float8_grouped_mm",
     "float8_grouped_mm_dw",
     "float8_mm",
@@ -252,6 +257,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "mx_block_ends",
+    "new_moves",
     "new_pool_state",
     "nvfp4_column_bytes",
     "nvfp4_column_ends",

@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.warpgroups import (
@@ -198,6 +199,8 @@ def _columns_kernel(
     p_table,
     p_a_scale,
     p_b_scale,
+    p_moves,
+    p_base,
     groups,
     high,
     wide,
@@ -207,6 +210,7 @@ def _columns_kernel(
     STAGES: gl.constexpr,
     TURNED: gl.constexpr,
     EXACT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     a_block: gl.constexpr = [HALF, BK] if TURNED else [BK, HALF]
     b_block: gl.constexpr = [BN, BK] if TURNED else [BK, BN]
@@ -224,29 +228,55 @@ def _columns_kernel(
     given = new_barriers(2, 1)
     taken = new_barriers(2, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                multiply_tiles,
-                (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED, EXACT,
-                 False),
-            ),
-            (
-                multiply_tiles,
-                (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED, EXACT,
-                 False),
-            ),
-            (
-                _fetch,
-                (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
-                 groups, high, wide, HALF, BN, BK, STAGES, TURNED),
-            ),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if p_moves is None:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED,
+                     EXACT, False),
+                ),
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED,
+                     EXACT, False),
+                ),
+                (
+                    _fetch,
+                    (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
+                     groups, high, wide, HALF, BN, BK, STAGES, TURNED),
+                ),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, high, wide, 0, HALF, BN, BK, STAGES, TURNED,
+                     EXACT, False),
+                ),
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, high, wide, 1, HALF, BN, BK, STAGES, TURNED,
+                     EXACT, False),
+                ),
+                (
+                    _fetch,
+                    (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
+                     groups, high, wide, HALF, BN, BK, STAGES, TURNED),
+                ),
+                (carry, (p_moves, p_base, p_table + 3, groups * high * wide, PARTS)),
+            ],
+            [4, 1, 1],
+            REGISTERS,
+        )  # fmt: skip
 
 
 def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
@@ -291,11 +321,13 @@ def _launch(
     half, columns = TILE["HALF"], TILE["BN"]
     programs = torch.cuda.get_device_properties(dw_GNK.device).multi_processor_count
     is_codes = scales[0] is not None
+    *moves, parts = carried_by(is_plain=scales[0] is None)
     _columns_kernel[(programs,)](
         *descs,
         matrices(dw_GNK, half, columns // 2),
         table_G4,
         *scales,
+        *moves,
         groups,
         triton.cdiv(N, 2 * half),
         triton.cdiv(K, columns),
@@ -303,5 +335,6 @@ def _launch(
         BK=BK,
         TURNED=is_codes,
         EXACT=is_codes,
+        PARTS=parts,
         num_warps=4,
     )

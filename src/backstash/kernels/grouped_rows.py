@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from backstash.kernels.blocks import block_table
+from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.warpgroups import (
     async_load,
@@ -204,6 +205,8 @@ def _rows_kernel(
     p_table,
     p_a_scale,
     p_b_scale,
+    p_moves,
+    p_base,
     groups,
     inner,
     chunks,
@@ -214,6 +217,7 @@ def _rows_kernel(
     PATCH: gl.constexpr,
     B_ROWS: gl.constexpr,
     EXACT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     used = gl.load(p_table + 3)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF, BK], a_desc.layout)
@@ -229,29 +233,55 @@ def _rows_kernel(
     given = new_barriers(2, 1)
     taken = new_barriers(2, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                multiply_tiles,
-                (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES, PATCH,
-                 B_ROWS, EXACT, False),
-            ),
-            (
-                multiply_tiles,
-                (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                 p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES, PATCH,
-                 B_ROWS, EXACT, False),
-            ),
-            (
-                _fetch,
-                (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
-                 groups, inner, used, chunks, HALF, BN, BK, STAGES, PATCH, B_ROWS),
-            ),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if p_moves is None:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES,
+                     PATCH, B_ROWS, EXACT, False),
+                ),
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES,
+                     PATCH, B_ROWS, EXACT, False),
+                ),
+                (
+                    _fetch,
+                    (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
+                     groups, inner, used, chunks, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+                ),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES,
+                     PATCH, B_ROWS, EXACT, False),
+                ),
+                (
+                    multiply_tiles,
+                    (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
+                     p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES,
+                     PATCH, B_ROWS, EXACT, False),
+                ),
+                (
+                    _fetch,
+                    (a_desc, b_desc, a_smem, b_smem, full, empty, tickets, given, taken, p_table,
+                     groups, inner, used, chunks, HALF, BN, BK, STAGES, PATCH, B_ROWS),
+                ),
+                (carry, (p_moves, p_base, p_table + 7, used * chunks, PARTS)),
+            ],
+            [4, 1, 1],
+            REGISTERS,
+        )  # fmt: skip
 
 
 def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
@@ -292,12 +322,14 @@ def _launch(
     is_rows = b_GJC.stride(1) == 1
     b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
     programs = torch.cuda.get_device_properties(a_TJ.device).multi_processor_count
+    *moves, parts = carried_by(is_plain=scales[0] is None)
     _rows_kernel[(programs,)](
         matrix(a_TJ, half, block),
         b_desc,
         ragged(y_TC, half, columns // 2),
         block_table(ends_G, T, 2 * half),
         *scales,
+        *moves,
         len(ends_G),
         J,
         triton.cdiv(C, columns),
@@ -305,5 +337,6 @@ def _launch(
         BK=block,
         B_ROWS=is_rows,
         EXACT=is_exact,
+        PARTS=parts,
         num_warps=4,
     )

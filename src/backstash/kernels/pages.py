@@ -37,12 +37,15 @@ from backstash.kernels.free_pages import (
     commit,
     is_last,
     page_address,
+    page_at,
     read_pool,
     release,
     ring_places,
 )
+from backstash.kernels.moves import begin_moves, is_left, page_of, write_moves
 from backstash.kernels.page_parts import part_in, part_out
 from backstash.kernels.reference.cast import MX_BLOCK
+from backstash.kernels.reference.moves import Moves
 from backstash.kernels.reference.mx_pages import mx_page_blocks
 from backstash.kernels.reference.pages import MOST_BUFFERS, page_payload
 
@@ -84,9 +87,10 @@ def stash_pages(
     *,
     page_bytes: int,
     number: int,
+    moves: Moves | None = None,
 ) -> None:
     """Put the valid prefix of each source into pages, in one launch of at most 8 buffers."""
-    shape = _LaunchShape.of(sources, page_bytes)
+    shape = _LaunchShape.of(sources, page_bytes, leaving=moves is not None)
     _stash[(shape.programs,)](
         tuple(sources),
         tuple(rows),
@@ -98,6 +102,7 @@ def stash_pages(
         free_N,
         state,
         receipt,
+        None if moves is None else moves.list_N,
         device_pages.numel() // page_bytes,
         host_pages.numel() // page_bytes,
         number,
@@ -106,6 +111,7 @@ def stash_pages(
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
+        LEFT=shape.left,
         ASK=shape.footprint.asks,
         num_warps=shape.footprint.warps,
         maxnreg=shape.footprint.registers,
@@ -122,9 +128,10 @@ def restore_pages(
     *,
     buffers: int,
     page_bytes: int,
+    moves: Moves | None = None,
 ) -> None:
     """Bring the valid prefix of some buffers of a launch back, in one launch."""
-    shape = _LaunchShape.of(destinations, page_bytes)
+    shape = _LaunchShape.of(destinations, page_bytes, leaving=moves is not None)
     _restore[(shape.programs,)](
         tuple(destinations),
         _written(places),
@@ -133,6 +140,7 @@ def restore_pages(
         device_pages,
         host_pages,
         state,
+        None if moves is None else moves.list_N,
         device_pages.numel() // page_bytes,
         GIVEN=len(destinations),
         BUFFERS=buffers,
@@ -140,6 +148,7 @@ def restore_pages(
         PAYLOADS=shape.payloads,
         PARTS=shape.parts,
         WORDS=shape.in_words,
+        LEFT=shape.left,
         ASK=shape.footprint.asks,
         num_warps=shape.footprint.warps,
         maxnreg=shape.footprint.registers,
@@ -173,9 +182,11 @@ class _LaunchShape(NamedTuple):
     parts: tuple[int, ...]
     programs: int
     in_words: bool
+    left: tuple[int, ...]
+    """Bytes of a page where whole ones are left as moves, else 0."""
 
     @classmethod
-    def of(cls, buffers: Sequence[Tensor], page_bytes: int) -> _LaunchShape:
+    def of(cls, buffers: Sequence[Tensor], page_bytes: int, *, leaving: bool) -> _LaunchShape:
         if not 1 <= len(buffers) <= MOST_BUFFERS:
             raise LayoutError(
                 f"one launch moves 1 to {MOST_BUFFERS} buffers, got {len(buffers)}; split them "
@@ -201,6 +212,7 @@ class _LaunchShape(NamedTuple):
             parts=parts,
             programs=max(1, min(most, at_once)),
             in_words=in_words,
+            left=tuple(page_bytes if leaving and is_left(b, page_bytes) else 0 for b in buffers),
         )
 
 
@@ -247,6 +259,7 @@ def _stash(
     p_free,
     p_state,
     p_receipt,
+    p_moves,
     device_size,
     host_size,
     number,
@@ -255,6 +268,7 @@ def _stash(
     PAYLOADS: tl.constexpr,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
+    LEFT: tl.constexpr,
     ASK: tl.constexpr,
 ):
     head_device, head_host, free_device, free_host = read_pool(p_state)
@@ -271,7 +285,7 @@ def _stash(
     lookup = (p_free, from_device, rings, sizes, p_device, p_host)
     p_given = p_state + NUMBERS_GIVEN
     taken = tl.program_id(0)
-    first, parts_before = 0, 0
+    first, parts_before, moves_before = 0, 0, 0
     bytes_stashed = tl.full((), 0, tl.int64)
     for i in tl.static_range(BUFFERS):
         length = _valid_length(p_rows[i], capacity_rows[i], widths[i])
@@ -280,8 +294,21 @@ def _stash(
             tl.store(p_table + HEADER + i, nbytes)
             tl.store(p_table + HEADER + BUFFERS + i, first)
         parts = tl.where(fits, tl.cdiv(length, PARTS[i]), 0).to(tl.int32)
+        skipped = 0
+        if LEFT[i]:
+            skipped = tl.where(fits, length // PAGE, 0).to(tl.int32)
+            for o_page in range(tl.program_id(0) * 128, skipped, tl.num_programs(0) * 128):
+                i_page = tl.minimum(o_page + tl.arange(0, 128), skipped - 1)
+                pages = page_at(p_free, first + i_page, from_device, rings, sizes)
+                tl.store(p_table + HEADER + 2 * BUFFERS + first + i_page, pages)
+                p_pages = page_address(p_device, p_host, pages, device_size, PAGE)
+                p_froms = page_of(p_sources[i], i_page, PAGE)
+                write_moves(p_moves, moves_before + i_page, p_froms, p_pages, p_device)
+            moves_before += skipped
+            skipped *= PAGE // PARTS[i]
+            parts -= skipped
         while taken < parts_before + parts:
-            i_part = taken - parts_before
+            i_part = taken - parts_before + skipped
             slot = first + i_part // (PAYLOADS[i] // PARTS[i])
             in_page = i_part % (PAYLOADS[i] // PARTS[i])
             before = tl.full((), PARTS[i], tl.int64) * i_part
@@ -297,6 +324,7 @@ def _stash(
         bytes_stashed += nbytes
         first += tl.cdiv(length, PAYLOADS[i]).to(tl.int32)
 
+    begin_moves(p_moves, moves_before, PAGE)
     if is_last(taken, parts_before, p_given, ASK):
         commit(p_state, p_table, p_receipt, sizes, total, bytes_stashed, number)
 
@@ -310,6 +338,7 @@ def _restore(
     p_device,
     p_host,
     p_state,
+    p_moves,
     device_size,
     GIVEN: tl.constexpr,
     BUFFERS: tl.constexpr,
@@ -317,12 +346,13 @@ def _restore(
     PAYLOADS: tl.constexpr,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
+    LEFT: tl.constexpr,
     ASK: tl.constexpr,
 ):
     missing = tl.load(p_table + 2)
     p_given = p_table + RESTORING
     taken = tl.program_id(0)
-    parts_before = 0
+    parts_before, moves_before = 0, 0
     bytes_restored = tl.full((), 0, tl.int64)
     for i in tl.static_range(GIVEN):
         p_entry = p_table + HEADER + _read(places[i])
@@ -330,8 +360,20 @@ def _restore(
         length = tl.minimum(length, _read(capacities[i]))
         p_pages = p_table + HEADER + 2 * BUFFERS + tl.load(p_entry + BUFFERS)
         parts = tl.cdiv(length, PARTS[i]).to(tl.int32)
+        skipped = 0
+        if LEFT[i]:
+            skipped = tl.where(missing == 0, length // PAGE, 0).to(tl.int32)
+            for o_page in range(tl.program_id(0) * 128, skipped, tl.num_programs(0) * 128):
+                i_page = tl.minimum(o_page + tl.arange(0, 128), skipped - 1)
+                pages = tl.load(p_pages + i_page)
+                p_froms = page_address(p_device, p_host, pages, device_size, PAGE)
+                p_tos = page_of(p_destinations[i], i_page, PAGE)
+                write_moves(p_moves, moves_before + i_page, p_froms, p_tos, p_device)
+            moves_before += skipped
+            skipped *= PAGE // PARTS[i]
+            parts -= skipped
         while taken < parts_before + parts:
-            i_part = taken - parts_before
+            i_part = taken - parts_before + skipped
             # After an overflow the slots say nothing, but they may be read.
             page = tl.load(p_pages + i_part // (PAYLOADS[i] // PARTS[i]))
             p_page = page_address(p_device, p_host, page, device_size, PAGE)
@@ -345,6 +387,7 @@ def _restore(
             )
         parts_before += parts
         bytes_restored += length * _item_bytes(p_destinations[i])
+    begin_moves(p_moves, moves_before, PAGE)
     if is_last(taken, parts_before, p_given, ASK):
         tl.store(p_given, 0)
         if missing == 0:

@@ -41,6 +41,7 @@ from backstash.nn import operands
 from backstash.nn.operands import Columns
 from backstash.recipes import Operand, Phase, Recipe, Role
 from backstash.recipes.products import Product
+from backstash.saving.hooks import announce_product
 from backstash.tensors import QuantizedTensor
 
 
@@ -191,7 +192,9 @@ def output(
         rows = operands.scaled(x, Usage.ROWWISE), operands.scaled(w, Usage.ROWWISE)
         return kernels.float8_mm(*rows, bias, dtype, fast_accumulation=True)
     elif path is Path.VALUES:
-        y_TN = kernels.grouped_mm(values(x, dtype), values(w, dtype), ends_G)
+        x, w = values(x, dtype), values(w, dtype)
+        with kernels.carrying(announce_product()):
+            y_TN = kernels.grouped_mm(x, w, ends_G)
     else:
         rows = operands.grouped_rows(x, ends_G), operands.grouped_weight(w, Usage.ROWWISE)
         y_TN = kernels.float8_grouped_mm(*rows, ends_G, dtype, fast_accumulation=True)
@@ -215,7 +218,10 @@ def input_gradient(
     )
     if path is Path.VALUES:
         dy, w = values(dy, dtype), values(w, dtype)
-        return dy @ w if ends_G is None else kernels.grouped_mm_dx(dy, w, ends_G)
+        if ends_G is None:
+            return dy @ w
+        with kernels.carrying(announce_product()):
+            return kernels.grouped_mm_dx(dy, w, ends_G)
     if path is Path.BLOCKS:
         both = operands.blocks(dy, Usage.ROWWISE), operands.blocks(w, Usage.COLUMNWISE)
         return kernels.quantized_mm_dx(*both, ends_G, dtype)
@@ -241,7 +247,10 @@ def weight_gradient(
     )
     if path is Path.VALUES:
         dy, x = values(dy, dtype), values(x, dtype)
-        return dy.t() @ x if ends_G is None else kernels.grouped_mm_dw(dy, x, ends_G)
+        if ends_G is None:
+            return dy.t() @ x
+        with kernels.carrying(announce_product()):
+            return kernels.grouped_mm_dw(dy, x, ends_G)
     if path is Path.BLOCKS:
         both = operands.blocks(dy, Usage.COLUMNWISE), operands.blocks(x, Usage.COLUMNWISE)
         return kernels.quantized_mm_dw(*both, ends_G, dtype)

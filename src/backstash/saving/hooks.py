@@ -11,7 +11,8 @@ A handler lives by two methods::
     unpack(handle) -> tensor                # may be asked again for a retained graph
 
 A handle lives exactly as long as autograd holds it; what it holds it frees when it goes.
-A handler may have a third method, ``expect(tensors)``: see :func:`announce`.
+A handler may have two more methods, ``expect(tensors)`` and ``multiply()``: see :func:`announce`
+and :func:`announce_product`.
 
 ``rows`` is the valid length that was marked for the buffer, see :mod:`backstash.saving.marks`.
 """
@@ -19,6 +20,7 @@ A handler may have a third method, ``expect(tensors)``: see :func:`announce`.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
+from backstash.kernels import Moves
 from backstash.recompute import top_hooks
 from backstash.saving.marks import spend_mark, valid_rows
 
@@ -46,6 +49,15 @@ class Handler(Protocol):
         ...
 
 
+class _Asked(threading.local):
+    """The handler that was asked last on this thread: backward has no context to look into."""
+
+    handler: Callable[[], Handler | None] | None = None
+
+
+_asked = _Asked()
+
+
 class _Held(NamedTuple):
     """A tensor that a handler keeps."""
 
@@ -53,6 +65,7 @@ class _Held(NamedTuple):
     handle: Any
 
     def restore(self) -> Tensor:
+        _asked.handler = weakref.ref(self.handler)
         return self.handler.unpack(self.handle)
 
 
@@ -169,8 +182,7 @@ class saving:
 
 def is_saving() -> bool:
     """Is a :class:`saving` context the innermost one, and so asked about each tensor?"""
-    top = top_hooks(True)
-    return top is not None and _frame_of(top) is not None
+    return _innermost() is not None
 
 
 def is_hooked() -> bool:
@@ -184,10 +196,29 @@ def announce(tensors: Sequence[Tensor | None]) -> None:
     A handler that wants to know has a method ``expect(tensors)``.  Hooks see one tensor at a
     time; with this, one copy can take all of a node's.
     """
-    top = top_hooks(True)
-    frame = None if top is None else _frame_of(top)
+    frame = _innermost()
     if frame is not None:
         frame.announce([t for t in tensors if t is not None and not _is_weight(t)])
+
+
+def announce_product() -> Moves | None:
+    """Tell a handler that a large matmul is launched next; returns moves that it may make.
+
+    A matmul computes more than it reads and writes, so what a handler has to copy costs least
+    beside it.  A handler that wants to know has a method ``multiply()``, which returns a list of
+    moves or None.  In forward the handlers in force are told, in backward the one asked last.
+    """
+    frame = _innermost()
+    if frame is not None:
+        handlers: Sequence[Any] = frame.handlers if frame.active else ()
+    else:
+        handlers = (_asked.handler() if _asked.handler is not None else None,)
+    for handler in handlers:
+        multiply = getattr(handler, "multiply", None)
+        moves = None if multiply is None else multiply()
+        if moves is not None:
+            return moves
+    return None
 
 
 def _take_off(frame: _Frame) -> None:
@@ -207,6 +238,11 @@ def _take_off(frame: _Frame) -> None:
         above = [pair for pair in above if pair is not foreign]
     for pack, unpack in reversed(above):
         _push_hooks(pack, unpack)
+
+
+def _innermost() -> _Frame | None:
+    top = top_hooks(True)
+    return None if top is None else _frame_of(top)
 
 
 def _frame_of(pair: tuple[Any, Any]) -> _Frame | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import ConfigError, ModifiedError
+from backstash.kernels import Moves
 from backstash.stash.admission import Account
-from backstash.stash.pool import Buffer, Launch, PagePool
+from backstash.stash.launch import Buffer, Launch
+from backstash.stash.pool import PagePool
 from backstash.stash.region import Region, View
 from backstash.stash.streams import Event, Stream
 
@@ -27,7 +30,7 @@ from backstash.stash.streams import Event, Stream
 class BatchState(enum.Enum):
     """Where the bytes of a batch are."""
 
-    #: In the originals; nothing has been copied.
+    #: In the originals; nothing has been copied, nor need be if backward comes first.
     OPEN = "open"
     #: In the originals, and on their way into pages.
     COPYING = "copying"
@@ -54,6 +57,7 @@ class Restored:
     event: Event
     stream: Stream
     ahead: bool
+    moves: Moves | None = None
 
 
 class Tail(enum.Enum):
@@ -75,7 +79,7 @@ class Batch:
         packed: By slot, the dtype that its buffer was handed over in.
         shared: Slots that more than one node saved.
         changed: Was an original changed in place while it was copied?
-        offers: How many tensors had been offered when it was launched.
+        lands_at: When this many tensors have been offered, the originals are let go.
     """
 
     def __init__(self, pool: PagePool, number: int, account: Account | None) -> None:
@@ -91,7 +95,11 @@ class Batch:
         self.launch: Launch | None = None
         self.restored: Restored | None = None
         self.stream: Stream = None
-        self.offers = 0
+        self.complete: Event = None
+        self.captured = False
+        self.lands_at = math.inf
+        # The list of moves that the stream which computes has waited for.
+        self._written: Event = None
 
     def add(
         self, region: Region, rows: Tensor | None, tensor: Tensor, packed: torch.dtype = torch.uint8
@@ -111,18 +119,57 @@ class Batch:
         """The slots that one node alone asks for: they are copied back together."""
         return [slot for slot in range(len(self.nbytes)) if slot not in self.shared]
 
-    def send(self, *, offers: int) -> None:
-        """Copy the originals into pages, inside the pool's turn."""
+    def close(self) -> None:
+        """All buffers are there, as soon as what has been launched so far is done."""
+        streams = self.pool.streams
+        self.stream, self.complete = streams.here(), streams.event()
+        self.captured = streams.is_capturing()
+
+    def send(self, *, lands_at: float = math.inf, leaving: bool = False) -> None:
+        """Copy the originals of a closed batch into pages, inside the pool's turn.
+
+        With ``leaving`` whatever matmuls can move is left to them.
+        """
         buffers = [original.buffer for original in self.originals]
-        self.launch = self.pool.stash(buffers, self.account, self.number)
+        self.launch = self.pool.stash(
+            buffers, self.account, self.number, after=[self.complete], leaving=leaving
+        )
         self.state = BatchState.COPYING
-        self.stream = self.pool.streams.here()
-        self.offers = offers
+        self.lands_at = lands_at
+
+    def moves(self, stream: Stream) -> Moves | None:
+        """What matmuls that are launched on ``stream`` next may move of the batch, in or back."""
+        launch, restored = self.launch, self.restored
+        if restored is not None and restored.moves is not None:
+            owner, moves, written = restored.stream, restored.moves, restored.event
+        elif launch is not None and launch.moves is not None:
+            owner, moves, written = self.stream, launch.moves, launch.done
+        else:
+            return None
+        # On one stream matmuls are done before what they leave is finished.
+        if owner != stream:
+            return None
+        if self._written is not written:
+            self.pool.streams.wait(written, stream)
+            self._written = written
+        return moves
+
+    def finish(self) -> None:
+        """Move what is left: the originals are in pages then, and what was copied back is there."""
+        launch, restored = self.launch, self.restored
+        if launch is not None and launch.moves is not None:
+            launch.done = self.pool.finish(launch, launch.moves, self.stream, after=launch.done)
+            launch.moves = None
+        if launch is not None and restored is not None and restored.moves is not None:
+            moves, written = restored.moves, restored.event
+            restored.event = self.pool.finish(launch, moves, restored.stream, after=written)
+            restored.moves = None
 
     def land(self) -> None:
         """Let the originals go, behind their copies."""
         if self.state is not BatchState.COPYING or self.launch is None:
             return
+        self.finish()
         self.pool.streams.wait(self.launch.done, self.stream)
         self.changed = any(original.is_changed() for original in self.originals)
         self.originals = []
@@ -155,8 +202,8 @@ class Batch:
             for slot in slots
         }
         operands = [by_slot[slot].view(self.packed[slot]) for slot in slots]
-        event = self.pool.restore(self.launch, operands, slots)
-        return Restored(by_slot, event, self.pool.streams.here(), ahead)
+        event, moves = self.pool.restore(self.launch, operands, slots, leaving=ahead)
+        return Restored(by_slot, event, self.pool.streams.here(), ahead, moves)
 
     def __del__(self) -> None:
         if sys.is_finalizing():
@@ -167,6 +214,7 @@ class Batch:
             return
         streams = self.pool.streams
         if self.launch.captured == streams.is_capturing():
+            self.finish()
             # Memory that a lane still uses must not be used again before.
             if self.originals:
                 streams.wait(self.launch.done, self.stream)

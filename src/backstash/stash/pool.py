@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,46 +21,16 @@ from torch import Tensor
 from backstash import kernels
 from backstash.device import default_device, has_triton
 from backstash.errors import ConfigError, DeviceError
-from backstash.kernels import PoolState
+from backstash.kernels import Moves, PoolState
 from backstash.stash.admission import Account, Policy
+from backstash.stash.launch import Buffer, Launch
 from backstash.stash.memory import Memory
 from backstash.stash.packing import payload_bytes
 from backstash.stash.sizing import Sizing
-from backstash.stash.streams import Event, streams_of
+from backstash.stash.streams import Event, Stream, streams_of
 
 PAGE_BYTES = 1 << 16
 _LEAST_PAGE_BYTES = 16
-
-
-class Buffer(NamedTuple):
-    """What is to be stashed: bytes, or values to compress; its valid rows; elements of a row."""
-
-    data: Tensor
-    rows: Tensor
-    width: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Launch:
-    """Buffers that were stashed together.
-
-    Attributes:
-        table: Where their bytes went.
-        buffers: How many there are.
-        account: What the ledger counts for them; None where nobody watches.
-        done: Behind the copy.
-        captured: Was it recorded into a CUDA graph?
-        reads: Behind each copy back; pages are given back behind all of them.
-        memory: The pool's memory that it lies in.
-    """
-
-    table: Tensor
-    buffers: int
-    account: Account | None
-    done: Event
-    captured: bool
-    reads: list[Event]
-    memory: Memory
 
 
 class PagePool:
@@ -169,6 +137,11 @@ class PagePool:
         """Pages that buffers of so many bytes, packed as such a dtype, fill if all is valid."""
         return sum(-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers)
 
+    def has_room(self, worst: int) -> bool:
+        """Is there room for ``worst`` pages on the device, as far as the host knows by now?"""
+        self.memory.ledger.poll()
+        return self.memory.ledger.room(worst)
+
     def admit(self, worst: int, policy: Policy) -> tuple[Account | None, int]:
         """Reserve ``worst`` pages, inside :meth:`turn`; None if there may be no room.
 
@@ -176,8 +149,7 @@ class PagePool:
             The account, and how often the host waited (0 or 1).
         """
         ledger, waits = self.memory.ledger, 0
-        ledger.poll()
-        fits = ledger.room(worst)
+        fits = self.has_room(worst)
         if not fits and policy is Policy.WAIT:
             waits = 1
             fits = ledger.wait(self.streams.host_wait, worst)
@@ -190,13 +162,20 @@ class PagePool:
         buffers: Sequence[Buffer],
         account: Account | None,
         number: int,
+        *,
+        after: Sequence[Event] = (),
+        leaving: bool = False,
     ) -> Launch:
-        """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``."""
+        """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``.
+
+        The copy waits for ``after``.  With ``leaving`` the launch may have moves to be made.
+        """
         memory = self.memory
         captured = self.streams.is_capturing()
         self.is_fixed |= captured
-        with self.streams.outward():
-            slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
+        slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
+        moves = self._new_moves(slots) if leaving else None
+        with self.streams.outward(after):
             length = kernels.table_length(len(buffers), slots)
             table = torch.empty(length, dtype=torch.int64, device=self.device)
             kernels.stash_pages(
@@ -211,6 +190,7 @@ class PagePool:
                 memory.ledger.receipt_of(account),
                 page_bytes=self.page_bytes,
                 number=number,
+                moves=moves,
             )
             done = self.streams.event()
         if account is not None:
@@ -221,18 +201,28 @@ class PagePool:
             account=account,
             done=done,
             captured=captured,
-            reads=[],
             memory=memory,
+            moves=moves,
         )
 
     def restore(
-        self, launch: Launch, destinations: Sequence[Tensor], places: Sequence[int]
-    ) -> Event:
+        self,
+        launch: Launch,
+        destinations: Sequence[Tensor],
+        places: Sequence[int],
+        *,
+        leaving: bool = False,
+    ) -> tuple[Event, Moves | None]:
         """Copy buffers back, inside :meth:`turn`; they hold their values behind the event.
 
-        Each of ``destinations`` has the dtype that was stashed.
+        Each of ``destinations`` has the dtype that was stashed.  With ``leaving`` there may be
+        moves to be made behind the event.
         """
         memory = launch.memory
+        moves = None
+        if leaving:
+            slots = self.pages_of([(d.nbytes, d.dtype) for d in destinations])
+            moves = self._new_moves(slots)
         with self.streams.inward([launch.done]):
             kernels.restore_pages(
                 destinations,
@@ -243,10 +233,23 @@ class PagePool:
                 memory.state,
                 buffers=launch.buffers,
                 page_bytes=self.page_bytes,
+                moves=moves,
             )
             done = self.streams.event()
         launch.reads.append(done)
+        return done, moves
+
+    def finish(self, launch: Launch, moves: Moves, stream: Stream, *, after: Event) -> Event:
+        """Make what is left of a launch's moves, on the stream where matmuls made the others."""
+        self.streams.wait(after, stream)
+        with self.streams.on(stream):
+            kernels.finish_moves(moves)
+            done = self.streams.event()
+        launch.reads.append(done)
         return done
+
+    def _new_moves(self, slots: int) -> Moves:
+        return kernels.new_moves(slots, self.memory.device_pages, self.page_bytes)
 
     def drop(self, held: Launch | Account) -> None:
         """Give pages back, or the reservation of what was never stashed; from any thread."""

@@ -6,7 +6,10 @@ reads it, the prefix is copied into a new buffer.  Copies do not round, so every
 of a run without the stash, bit for bit.
 
 All buffers that one autograd node saves are copied by one launch: the node announces them, and
-the last of them sets the launch off.  A tensor nobody announced is a launch of its own.
+the last of them closes the batch.  A tensor nobody announced is a batch of its own.
+
+When a batch is copied is decided in :mod:`backstash.stash.departures`: once a step has shown in
+which order backward asks, the matmuls of the next layer move a batch, or it stays where it is.
 
 Nothing here knows a schedule.  A handle knows its pages; in what order handles are asked for,
 how many microbatches there are, and whether a step is ever finished, makes no difference.
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -26,19 +28,16 @@ from torch import Tensor
 
 from backstash.errors import ConfigError
 from backstash.formats import Format
-from backstash.kernels import MOST_BUFFERS, PoolState
+from backstash.kernels import MOST_BUFFERS, Moves, PoolState
 from backstash.saving import valid_rows
 from backstash.stash.admission import Account, Policy
 from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
+from backstash.stash.departures import Departures
 from backstash.stash.foresight import Foresight
 from backstash.stash.packing import check_compression, packed_as
 from backstash.stash.pool import PagePool
 from backstash.stash.region import Content, Region, content_of, region_of
 from backstash.stash.statistics import Statistics
-
-# Originals are let go when this many more tensors have been offered: time for their copies to
-# run beside compute, and less than a layer.
-_OFFERS_UNTIL_LANDING = 2
 
 
 class Take(enum.Enum):
@@ -51,12 +50,13 @@ class Take(enum.Enum):
 
 
 class _Expected(threading.local):
-    """What a node on this thread has announced and not yet saved."""
+    """What a node on this thread has announced and not yet saved, and whether it multiplied."""
 
     def __init__(self) -> None:
         self.contents: list[Content] = []
         self.refused: set[Content] = set()
         self.batches: list[Batch] = []
+        self.multiplied = False
 
     def pop(self, content: Content) -> Batch | None:
         """The batch that ``content`` was announced for; it is not waited for any more."""
@@ -82,7 +82,8 @@ class Stash:
             the pages, in blocks of 32 neighbours.  Lossy, so gradients are no longer those of a
             run without the stash; a quarter to a half of the bytes.
         ahead: How many batches are copied back before they are asked for, each at the price
-            of its buffers at full capacity.
+            of its buffers at full capacity.  As many of the newest, and one more, are not copied
+            at all where the last step has shown that backward begins with them.
 
     Raises:
         ConfigError: ``ahead`` is negative, or values cannot be compressed like that.
@@ -112,14 +113,12 @@ class Stash:
         self._kept: weakref.WeakValueDictionary[tuple[Content, int | None], Kept]
         self._kept = weakref.WeakValueDictionary()
         self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
-        self._copying: list[weakref.ref[Batch]] = []
-        self._next_landing = math.inf
-        self._foresight = Foresight()
+        self._departures = Departures(pool, ahead)
+        self._foresight = Foresight(ahead)
         self._number = 0
-        self._offers = 0
         self._unattended = False
         self._counts = dict.fromkeys(
-            ("batches", "kept", "bytes_kept", "waits", "foreseen", "surprises", "untouched"), 0
+            ("kept", "bytes_kept", "waits", "foreseen", "surprises", "untouched"), 0
         )
 
     # --- saving -----------------------------------------------------------------------------
@@ -144,15 +143,22 @@ class Stash:
                     expected.contents += contents
                     expected.batches += [batch] * len(contents)
 
+    def multiply(self) -> Moves | None:
+        """A matmul is launched next: what it may move meanwhile."""
+        self._expected.multiplied = True
+        batch = self._departures.carried()
+        return None if batch is None else batch.moves(self.pool.streams.here())
+
     def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
-        self._offers += 1
+        departures = self._departures
+        departures.offers += 1
         region = self._region(tensor, rows)
         # What is declined must cost next to nothing: most saved tensors are.
-        if region is None and self._offers < self._next_landing:
+        if region is None and departures.offers < departures.next_landing:
             return None
         with self.pool.turn():
-            self._land(_OFFERS_UNTIL_LANDING)
+            departures.land(by=departures.offers)
             return None if region is None else self._take(region, tensor, rows)
 
     def _region(self, tensor: Tensor, rows: Tensor | None) -> Region | None:
@@ -194,7 +200,7 @@ class Stash:
             kept = batch.add(region, rows, tensor, self._packed(region))
             self._kept[content, region.version] = kept
         if batch is not None and batch.originals and batch not in expected.batches:
-            self._send(batch)
+            self._close(batch)
         return Saved(kept, region.view)
 
     def _admit(self, regions: Sequence[Region]) -> Batch | None:
@@ -208,6 +214,9 @@ class Stash:
             worst = self.pool.pages_of(
                 [(region.place.nbytes, self._packed(region)) for region in regions]
             )
+            if self._departures.are_waiting and not self.pool.has_room(worst):
+                # What those really take is known only once they have been copied.
+                self._departures.send_all()
             account, waits = self.pool.admit(worst, self.policy)
             self._counts["waits"] += waits
             if account is None:
@@ -220,35 +229,25 @@ class Stash:
         self._number += 1
         return batch
 
-    def _send(self, batch: Batch) -> None:
-        self._counts["batches"] += 1
-        batch.send(offers=self._offers)
-        self._copying.append(weakref.ref(batch))
-        self._next_landing = min(self._next_landing, self._offers + _OFFERS_UNTIL_LANDING)
+    def _close(self, batch: Batch) -> None:
+        """A batch is complete: copy it at once, let the next matmuls move it, or wait."""
+        batch.close()
+        multiplied, self._expected.multiplied = self._expected.multiplied, False
+        # Compressed values must be those of the pages, whenever backward asks.
+        if not multiplied or not self._foresight.has_seen_a_round or self.compress is not None:
+            self._departures.send(batch)
+        elif self._foresight.stays(batch.number):
+            self._departures.wait(batch)
+        else:
+            self._departures.leave(batch)
 
     def _forget_expected(self) -> None:
         """What was announced and never saved is not waited for; what was saved of it goes."""
         expected = self._expected
         for batch in dict.fromkeys(expected.batches):
             if batch.originals and batch.state is BatchState.OPEN:
-                self._send(batch)
+                self._close(batch)
         expected.contents, expected.batches, expected.refused = [], [], set()
-
-    def _land(self, offers: int, but: Batch | None = None) -> None:
-        """Let originals go that were sent at least ``offers`` offered tensors ago."""
-        capturing = bool(self._copying) and self.pool.streams.is_capturing()
-        still: list[weakref.ref[Batch]] = []
-        for reference in self._copying:
-            batch = reference()
-            if batch is None or batch.launch is None:
-                continue
-            due = self._offers - batch.offers >= offers and batch is not but
-            if due and batch.launch.captured == capturing:
-                batch.land()
-            else:
-                still.append(reference)
-        self._copying = still
-        self._next_landing = self._offers + 1 if still else math.inf
 
     # --- restoring --------------------------------------------------------------------------
 
@@ -260,17 +259,20 @@ class Stash:
             # Compressed values come from the pages even where the originals are still there, so
             # that what backward sees does not depend on when it asks.
             exact = batch.packed[kept.slot] is torch.uint8
-            self._land(0, but=batch if exact else None)
+            is_next = self._foresight.asked(batch.number, newest=self._number - 1)
+            if is_next or not exact:
+                self._departures.land(but=batch if exact else None)
             buffer = batch.original(kept.slot)
             if buffer is None:
                 buffer = self._restored(batch, kept.slot)
             else:
                 self._counts["untouched"] += 1
-            if self._foresight.asked(batch.number):
+            if is_next:
                 self._look_ahead(batch.number)
         return view.of(buffer)
 
     def _restored(self, batch: Batch, slot: int) -> Tensor:
+        batch.finish()
         restored = batch.restored
         if restored is None or slot not in restored.by_slot:
             self._count_demand(batch)
@@ -297,15 +299,24 @@ class Stash:
             self._counts["surprises"] += 1
 
     def _look_ahead(self, number: int) -> None:
-        """Copy those back that are expected after ``number``, while its backward runs."""
+        """Copy those back that are expected after ``number``, while its backward runs.
+
+        What still waits and is not among them has to make room for them.
+        """
+        soon = [number]
         for _ in range(self.ahead):
-            number = self._foresight.after(number)
+            soon.append(self._foresight.after(soon[-1]))
+        self._departures.send_all(but=soon)
+        for number in soon[1:]:
             batch = self._live.get(number)
+            if batch is not None and batch.state is BatchState.OPEN:
+                continue
             if batch is None or batch.state is not BatchState.PAGED or batch.changed:
                 return
             waits = batch.restored is not None and batch.restored.by_slot
             if batch.unshared and not waits:
                 batch.restored = batch.copy_back(batch.unshared, tail=self.tail, ahead=True)
+                self._departures.carried = weakref.ref(batch)
 
     # --- outside ----------------------------------------------------------------------------
 
@@ -329,13 +340,14 @@ class Stash:
             self._unattended = before
 
     def settle(self) -> None:
-        """Let every original go whose copy has been launched, and give all pages back that can be.
+        """Copy what waits, let every original go, and give all pages back that can be.
 
         A captured region ends with this, so that what it took it also gives back.
         """
         with self.pool.turn():
             self._forget_expected()
-            self._land(0)
+            self._departures.send_all()
+            self._departures.land()
         self.pool.streams.join()
 
     def stats(self) -> Statistics:
@@ -361,5 +373,6 @@ class Stash:
             overflows=counters[PoolState.OVERFLOWS],
             shortage=counters[PoolState.SHORTAGE],
             growths=pool.growths,
+            batches=self._departures.sent,
             **self._counts,
         )

@@ -39,6 +39,10 @@ class Streams(abc.ABC):
         """Launch copies out of pages, behind what computes now and ``after``."""
 
     @abc.abstractmethod
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        """Launch on a stream that computes."""
+
+    @abc.abstractmethod
     def event(self) -> Event:
         """A mark behind everything launched in the lane so far."""
 
@@ -76,6 +80,9 @@ class OneLane(Streams):
         return contextlib.nullcontext()
 
     def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def event(self) -> Event:
@@ -125,6 +132,11 @@ class SideLanes(Streams):
         for event in after:
             lane.wait_event(event)
         with torch.cuda.device(self.device), torch.cuda.stream(lane):
+            yield
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
     def event(self) -> Event:

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backstash.kernels.reference.moves import MOVES_HEADER, Moves
 from backstash.kernels.reference.mx_pages import mx_page_values, mx_pages_of, mx_values_of
 
 
@@ -102,6 +103,7 @@ def stash_pages(
     *,
     page_bytes: int,
     number: int,
+    moves: Moves | None = None,
 ) -> None:
     """Put the valid prefix of each source into pages, and write down where.
 
@@ -116,6 +118,7 @@ def stash_pages(
             ``RECEIPT_HOST_SHIFT`` bits, those of the host, or ``RECEIPT_OVERFLOW``.
         page_bytes: A power of two.
         number: What an overflow is reported as.
+        moves: Written; a GPU may leave whole pages of large buffers to it.
     """
     valid = [
         source[: min(max(int(count), 0), source.numel() // width) * width]
@@ -128,6 +131,7 @@ def stash_pages(
     for values, ids in zip(valid, taken, strict=False):
         content = values if values.dtype is torch.uint8 else mx_pages_of(values, page_bytes)
         write_pages(content, ids, device_pages, host_pages, page_bytes)
+    _leave_nothing(moves)
 
 
 def take_pages(
@@ -199,6 +203,7 @@ def restore_pages(
     *,
     buffers: int,
     page_bytes: int,
+    moves: Moves | None = None,
 ) -> None:
     """Bring the valid prefix of some buffers of a launch back; the pages keep it.
 
@@ -208,7 +213,9 @@ def restore_pages(
         destinations: Buffers like their sources.
         places: Which buffer of the launch each of them is.
         buffers: B, how many buffers the launch had.
+        moves: Written; a GPU may leave whole pages of large buffers to it.
     """
+    _leave_nothing(moves)
     entries: list[int] = table[: TABLE_HEADER + 2 * buffers].tolist()
     for destination, place in zip(destinations, places, strict=True):
         length = entries[TABLE_HEADER + place] // destination.itemsize
@@ -243,6 +250,11 @@ def release_pages(
     state[PoolState.TAIL_DEVICE] += from_device
     state[PoolState.TAIL_HOST] += from_host
     state[PoolState.MISSING] -= missing
+
+
+def _leave_nothing(moves: Moves | None) -> None:
+    if moves is not None:
+        moves.list_N[:MOVES_HEADER] = 0
 
 
 def _ring(ring: Tensor, head: int, count: int) -> Tensor:
