@@ -48,6 +48,8 @@ from backstash.kernels.nvfp4_places import (
 from backstash.kernels.reference.into import Into, noop_of
 
 _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 8, 64, 4
+# With so many a thread, seven programs fit on a multiprocessor of Hopper.
+_REGISTERS = 72
 
 
 @triton.jit
@@ -292,6 +294,9 @@ def quantize_nvfp4_columns(
     multiple = row_multiple(rotation_BB)
     codes, scales_SK = new_columns(x_MK, ends_G, multiple) if into is None else into.buffers
     tile, programs = column_tile(scales_SK)
+    pairs = are_pairs(x_MK, 1 + four_over_six)
+    if pairs and rotation_BB is None and seed is None:
+        tile["maxnreg"] = _REGISTERS
     if programs:
         _quantize_kernel[(programs,)](
             x_MK,
@@ -312,7 +317,7 @@ def quantize_nvfp4_columns(
             **tile,
             WORDS=are_words(rows, ends_G, multiple),
             CANDIDATES=1 + four_over_six,
-            PAIRS=are_pairs(x_MK, 1 + four_over_six),
+            PAIRS=pairs,
         )
     return codes, scales_SK
 
