@@ -253,8 +253,8 @@ def quantize_nvfp4_tiles(
 def new_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales along rows that nobody has written yet."""
     rows, columns = x_MK.shape
-    codes = new_bytes(rows, triton.cdiv(columns, 2), like=x_MK)
-    return codes, new_bytes(rows, triton.cdiv(columns, NVFP4_BLOCK), like=x_MK)
+    scales_MC = new_bytes(rows, triton.cdiv(columns, NVFP4_BLOCK), like=x_MK)
+    return new_bytes(rows, triton.cdiv(columns, 2), like=x_MK), scales_MC
 
 
 def _quantize(
