@@ -12,7 +12,7 @@ import torch
 from backstash.recipes import autocast
 from backstash.saving import Meter, saving
 from backstash.train.config import TrainConfig
-from backstash.train.estimate import estimate, table
+from backstash.train.estimate import estimate
 from backstash.train.loop import Trainer, make_model
 from backstash.train.session import open_corpus
 from train_cases import small_model, small_run
@@ -96,8 +96,3 @@ def test_optimizer_bytes_are_those_of_its_state(tmp_path: Path, dtype: Any) -> N
     state = trainer.checkpoint().part("optimizer")
     held = sum(t.nbytes for name, t in state.items() if not name.startswith("step."))
     assert estimate(config).optimizer_bytes == held
-
-
-def test_the_table_shows_every_part() -> None:
-    rows = dict(table(estimate(TrainConfig())))
-    assert {"weights", "gradients", "optimizer", "saved for backward"} <= rows.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backstash.errors import ConfigError
-from backstash.train.estimate import estimate
+from backstash.train.peak import peak_bytes
 from backstash.train.presets import PRESETS, preset
 
 
@@ -13,7 +13,7 @@ from backstash.train.presets import PRESETS, preset
 def test_a_preset_has_a_folder_of_its_own_and_an_estimate(name: str) -> None:
     config = preset(name)
     assert config.run.name == name
-    assert estimate(config).total_bytes > 0
+    assert peak_bytes(config) > 0
 
 
 def test_the_demo_starts_fresh_and_gives_an_account() -> None:

@@ -18,9 +18,9 @@ from backstash.train import metrics
 from backstash.train.config import TrainConfig, config_from_json, config_to_json
 from backstash.train.demo import account, summarize, table
 from backstash.train.estimate import estimate
-from backstash.train.peak import table as estimate_table
 from backstash.train.loop import Trainer
 from backstash.train.metrics import PlainOutput, describe
+from backstash.train.peak import table as estimate_table
 from backstash.train.session import open_corpus
 from backstash.train.stash import open_stash, pool_margin
 from train_cases import assert_same, resumed, run, small_model, small_run, state_of

@@ -125,8 +125,7 @@ def generate(arguments: Sequence[str]) -> int:
 def estimate(arguments: Sequence[str]) -> int:
     """Say what a run will need, without running it."""
     config = _train_config("estimate", arguments)
-    module = importlib.import_module("backstash.train.estimate")
-    _print_table(module.table(module.estimate(config)))
+    _print_table(importlib.import_module("backstash.train.peak").table(config))
     return 0
 
 

@@ -23,7 +23,6 @@ from backstash.stash import pages_for
 
 from .attention import repeats_heads
 from .config import ModelConfig, TrainConfig
-from .metrics import mebibytes
 from .names import layer_name
 
 _INT64, _INT32, _FLOAT32, _FLAG = 8, 4, 4, 1
@@ -31,7 +30,7 @@ _INT64, _INT32, _FLOAT32, _FLAG = 8, 4, 4, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Numbers of parameters and bytes of one run.
+    """Numbers of parameters and bytes of one run; :mod:`.peak` says how much is there at once.
 
     Attributes:
         parameters: all weights; ``active_parameters`` are those that one token meets.
@@ -52,11 +51,6 @@ class Estimate:
     saved_bytes: int
     layer_bytes: int
     stash_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that are there at once at the beginning of backward."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
 
 
 def estimate(config: TrainConfig) -> Estimate:
@@ -90,13 +84,13 @@ def stash_bytes(config: TrainConfig) -> int:
 
 
 def _stashed_bytes(config: TrainConfig, layer: int) -> int:
-    rows, page_bytes = _rows(config), config.stash_page_bytes
-    shared = _shared_buffers(config, layer)
+    rows, page_bytes = valid_rows(config), config.stash_page_bytes
+    shared = shared_buffers(config, layer)
     # The router keeps the same values, but not marked as the shared expert marks them.
     if shared and _shares_input(config, layer):
         shared.append(layer_input_bytes(config))
-    valid = [*_expert_buffers(config, layer, rows), *shared]
-    room = [*_expert_buffers(config, layer, _buffer_rows(config)), *shared]
+    valid = [*expert_buffers(config, layer, rows), *shared]
+    room = [*expert_buffers(config, layer, buffer_rows(config)), *shared]
     # A buffer that is no larger than a page stays where it is.
     taken = [(1, v) for v, most in zip(valid, room, strict=True) if most > page_bytes]
     return pages_for(taken, page_bytes) * page_bytes
@@ -123,30 +117,30 @@ def layer_saved_bytes(config: TrainConfig, layer: int) -> int:
 
 def layer_input_bytes(config: TrainConfig) -> int:
     """Return the bytes that one layer keeps when it will be computed again."""
-    return _tokens(config) * config.model.hidden * _itemsize(config)
+    return forward_tokens(config) * config.model.hidden * itemsize_of(config)
 
 
 def ends_saved_bytes(config: TrainConfig) -> int:
     """Return what is kept outside the layers: tokens, head, loss, and the rotary table."""
-    tokens, model = _tokens(config), config.model
+    tokens, model = forward_tokens(config), config.model
     # Inputs and targets share the drawn windows; the loss keeps the targets in a row.
     ids = (config.batch * (model.context + 1) + tokens) * _INT64
-    table = 2 * model.context * model.head_width * _itemsize(config)
-    head = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
+    table = 2 * model.context * model.head_width * itemsize_of(config)
+    head = tokens * (model.hidden * itemsize_of(config) + _FLOAT32)
     loss = tokens * model.vocabulary * _FLOAT32 + _FLOAT32
     return ids + table + head + loss
 
 
 def _attention_bytes(config: TrainConfig, layer: int) -> int:
-    tokens, model = _tokens(config), config.model
-    stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
+    tokens, model = forward_tokens(config), config.model
+    stream = tokens * (model.hidden * itemsize_of(config) + _FLOAT32)
     features = model.heads * model.head_width
     # Queries and output, keys and values, and a log-sum-exp for each head and token.
     width = 2 * features + 2 * _kept_kv_heads(config) * model.head_width
-    attention = tokens * (width * _itemsize(config) + model.heads * _FLOAT32)
+    attention = tokens * (width * itemsize_of(config) + model.heads * _FLOAT32)
     # A learnt scale is used once, so the matmul after attention keeps columns of its own.
     name = layer_name(layer, "projection")
-    is_learnt = _format(config, Operand.INPUT, name).stateful
+    is_learnt = kept_format(config, Operand.INPUT, name).stateful
     own = _columns(config, name, (tokens, features)) if is_learnt else 0
     return stream + attention + own
 
@@ -158,10 +152,10 @@ def _kept_kv_heads(config: TrainConfig) -> int:
 
 
 def _mixture_bytes(config: TrainConfig, layer: int) -> int:
-    tokens, model = _tokens(config), config.model
-    rows, places = _rows(config), _buffer_rows(config)
-    stream = tokens * (model.hidden * _itemsize(config) + _FLOAT32)
-    normalized = tokens * model.hidden * _itemsize(config)
+    tokens, model = forward_tokens(config), config.model
+    rows, places = valid_rows(config), buffer_rows(config)
+    stream = tokens * (model.hidden * itemsize_of(config) + _FLOAT32)
+    normalized = tokens * model.hidden * itemsize_of(config)
     # The scores of all experts are kept for the balance loss, and where one is not a share.
     needs_scores = model.balance_loss or model.top_k == 1
     scores = tokens * model.experts * _FLOAT32 if needs_scores else 0
@@ -172,11 +166,11 @@ def _mixture_bytes(config: TrainConfig, layer: int) -> int:
     routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
     # How many rows are valid, and whether they fitted.
     valid = _marks(model.experts) if model.capacity_factor is not None else 0
-    kept = sum(_expert_buffers(config, layer, places)) + valid
+    kept = sum(expert_buffers(config, layer, places)) + valid
     return stream + normalized + scores + routing + kept + _marks(model.experts)
 
 
-def _expert_buffers(config: TrainConfig, layer: int, rows: int) -> list[int]:
+def expert_buffers(config: TrainConfig, layer: int, rows: int) -> list[int]:
     """Bytes of what is kept in the experts' order: pre-activation, and a buffer's rows."""
     model, name = config.model, layer_name(layer, "moe.experts.fc1")
     hidden = _preactivation(config, name, (rows, 2 * model.expert_width), model.experts)
@@ -187,25 +181,26 @@ def _expert_buffers(config: TrainConfig, layer: int, rows: int) -> list[int]:
     return [hidden, columns, rows * _FLOAT32]
 
 
-def _rows(config: TrainConfig) -> int:
+def valid_rows(config: TrainConfig) -> int:
     """Rows that all experts of a layer get together."""
-    return _tokens(config) * config.model.top_k
+    return forward_tokens(config) * config.model.top_k
 
 
-def _buffer_rows(config: TrainConfig) -> int:
+def buffer_rows(config: TrainConfig) -> int:
     """Rows that their buffers have room for."""
     factor = config.model.capacity_factor
-    return _rows(config) if factor is None else math.ceil(factor * _rows(config))
+    return valid_rows(config) if factor is None else math.ceil(factor * valid_rows(config))
 
 
 def _shared_bytes(config: TrainConfig, layer: int) -> int:
     if not config.model.shared_width:
         return 0
-    return sum(_shared_buffers(config, layer)) + _marks(1) + _FLAG
+    return sum(shared_buffers(config, layer)) + _marks(1) + _FLAG
 
 
-def _shared_buffers(config: TrainConfig, layer: int) -> list[int]:
-    tokens, model = _tokens(config), config.model
+def shared_buffers(config: TrainConfig, layer: int) -> list[int]:
+    """Bytes of what the expert keeps that every token goes to: pre-activation, and input."""
+    tokens, model = forward_tokens(config), config.model
     if not model.shared_width:
         return []
     name = layer_name(layer, "moe.shared.fc1")
@@ -218,22 +213,22 @@ def _shared_buffers(config: TrainConfig, layer: int) -> list[int]:
 
 def _shares_input(config: TrainConfig, layer: int) -> bool:
     name = layer_name(layer, "moe.shared.fc1")
-    return isinstance(_format(config, Operand.INPUT, name), HighPrecisionFormat)
+    return isinstance(kept_format(config, Operand.INPUT, name), HighPrecisionFormat)
 
 
 def _preactivation(config: TrainConfig, name: str, shape: tuple[int, int], groups: int) -> int:
-    format = _format(config, Operand.PREACTIVATION, name)
+    format = kept_format(config, Operand.PREACTIVATION, name)
     return format.saved_bytes(*shape, getattr(torch, config.dtype), Usage.ROWWISE, groups)
 
 
 def _columns(
     config: TrainConfig, name: str, shape: tuple[int, int], groups: int | None = None
 ) -> int:
-    format = _format(config, Operand.INPUT, name)
+    format = kept_format(config, Operand.INPUT, name)
     return format.saved_bytes(*shape, getattr(torch, config.dtype), Usage.COLUMNWISE, groups)
 
 
-def _format(config: TrainConfig, operand: Operand, name: str) -> Format:
+def kept_format(config: TrainConfig, operand: Operand, name: str) -> Format:
     """The format in which the matmul of this name keeps an operand for backward."""
     return config.formats.format(Role(operand, Phase.BACKWARD, "", name))
 
@@ -243,28 +238,11 @@ def _marks(groups: int) -> int:
     return groups * _INT32 + _FLAG
 
 
-def _tokens(config: TrainConfig) -> int:
+def forward_tokens(config: TrainConfig) -> int:
+    """Return the tokens of one forward pass."""
     return config.batch * config.model.context
 
 
-def _itemsize(config: TrainConfig) -> int:
+def itemsize_of(config: TrainConfig) -> int:
+    """Return the bytes of a value in the compute dtype."""
     return getattr(torch, config.dtype).itemsize
-
-
-def table(numbers: Estimate) -> list[tuple[str, str]]:
-    """Return an estimate as rows of a name and a value, for people."""
-    stash = [("in the stash's pages", mebibytes(numbers.stash_bytes))]
-    return [
-        ("parameters", f"{numbers.parameters:,}"),
-        ("parameters that a token meets", f"{numbers.active_parameters:,}"),
-        ("weights", mebibytes(numbers.weight_bytes)),
-        ("gradients", mebibytes(numbers.gradient_bytes)),
-        ("optimizer", mebibytes(numbers.optimizer_bytes)),
-        (
-            "saved for backward",
-            f"{mebibytes(numbers.saved_bytes)}  ({numbers.saved_bytes:,} bytes)",
-        ),
-        ("  of which one layer", mebibytes(numbers.layer_bytes)),
-        *(stash if numbers.stash_bytes else []),
-        ("together, when backward begins", mebibytes(numbers.total_bytes)),
-    ]

@@ -1,0 +1,166 @@
+"""The most memory that a step of training holds at once on a GPU, from formulas alone.
+
+In every moment there are the weights, the optimizer's state, the pages of a stash, and the
+workspaces of the matmul library.  What comes on top is largest in one of four moments:
+
+- the loss runs backward: all that was saved, and the gradient of the logits twice;
+- the experts of the last layer run backward: all that the layers saved, and what one layer works
+  with;
+- those of the first layer do: what one layer saved, and the gradients of all others;
+- the optimizer steps: all gradients, and as much again for the roots of their mean squares.
+
+A layer's experts work in buffers of all rows there is room for.  They hold most of them either
+at the activation (the gradients of output, activation and pre-activation) or behind it (those of
+output, pre-activation and input, and copies of operands as the matmul reads them).
+
+Letters: C rows that there is room for, H model features, F columns of the pre-activation and I
+of the activation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backstash.formats import Format, HighPrecisionFormat, MXFP8Format, NVFP4Format, Usage
+from backstash.recipes import Operand
+from backstash.stash import Sizing
+
+from .config import TrainConfig
+from .estimate import (
+    buffer_rows,
+    ends_saved_bytes,
+    estimate,
+    expert_buffers,
+    forward_tokens,
+    itemsize_of,
+    kept_format,
+    layer_input_bytes,
+    shared_buffers,
+    stash_bytes,
+)
+from .metrics import mebibytes
+from .names import layer_name
+from .stash import pool_margin
+
+#: Of the matmul library on a Hopper GPU, for the thread of forward and for that of backward.
+WORKSPACES = 2 * 32 * 2**20
+_FLOAT32 = 4
+# A stash copies the buffers of a layer back, and those of the one that is expected next.
+_RESTORED_LAYERS = 2
+
+
+def peak_bytes(config: TrainConfig) -> int:
+    """Return the most bytes that a step of ``config`` holds at once on one GPU."""
+    return max(moments(config).values())
+
+
+def moments(config: TrainConfig) -> dict[str, int]:
+    """Return the bytes of the moments of which one is the peak, by what happens in them."""
+    numbers, layers = estimate(config), config.model.layers
+    resident = numbers.weight_bytes + numbers.optimizer_bytes + pool_bytes(config) + WORKSPACES
+    is_recomputed = config.recompute != "none"
+    taken = _taken_bytes(config) if stash_bytes(config) else 0
+    kept = layer_input_bytes(config) if is_recomputed else numbers.layer_bytes - taken
+    logits = forward_tokens(config) * config.model.vocabulary * _FLOAT32
+    ends = ends_saved_bytes(config)
+    working = _working_bytes(config) + min(_RESTORED_LAYERS, layers) * taken
+    working += (numbers.layer_bytes if is_recomputed else 0) + layer_input_bytes(config)
+    # The head's input and its log-probabilities are no longer there when layers run backward.
+    inside = resident + ends - logits - layer_input_bytes(config) + working
+    gradients = _gradient_bytes(config)
+    return {
+        "the loss runs backward": resident + gradients[0] + layers * kept + ends + 2 * logits,
+        "the last layer runs backward": inside + gradients[1] + layers * kept,
+        "the first layer runs backward": inside + gradients[2] + kept,
+        "the optimizer steps": resident + 2 * _FLOAT32 * numbers.parameters,
+    }
+
+
+def pool_bytes(config: TrainConfig) -> int:
+    """Return the bytes of the pages on the device of the run's stash, if it has one."""
+    if not config.stash:
+        return 0
+    page_bytes = config.stash_page_bytes
+    if config.stash_bytes is not None:
+        return config.stash_bytes // page_bytes * page_bytes
+    pages = -(-stash_bytes(config) // page_bytes)
+    return Sizing(margin=pool_margin(config)).pages(pages, page_bytes) * page_bytes
+
+
+def _taken_bytes(config: TrainConfig) -> int:
+    """The bytes of a layer's buffers that a stash lets go."""
+    buffers = [*expert_buffers(config, 0, buffer_rows(config)), *shared_buffers(config, 0)]
+    return sum(nbytes for nbytes in buffers if nbytes > config.stash_page_bytes)
+
+
+def _gradient_bytes(config: TrainConfig) -> tuple[int, int, int]:
+    """Of weights, when the loss, the last and the first layer run backward."""
+    numbers, model, itemsize = estimate(config), config.model, itemsize_of(config)
+    ends = 2 * model.vocabulary * model.hidden + model.hidden
+    head = model.vocabulary * model.hidden * itemsize
+    others = (numbers.parameters - ends) // model.layers * (model.layers - 1) * itemsize
+    # Earlier passes of a step have left all of them, in float32.
+    earlier = _FLOAT32 * numbers.parameters if config.accumulate > 1 else 0
+    if earlier and itemsize == _FLOAT32:
+        return earlier, earlier, earlier
+    return earlier, earlier + head, earlier + head + others
+
+
+def _working_bytes(config: TrainConfig) -> int:
+    """What the experts of a layer work with in backward, on top of what was saved."""
+    model, rows, itemsize = config.model, buffer_rows(config), itemsize_of(config)
+    H, inner = model.hidden, model.expert_width
+    is_gathered = model.capacity_factor is None
+    name = layer_name(0, "moe.experts.fc1")
+    gradient = kept_format(config, Operand.GRADIENT, name)
+    is_exact = isinstance(gradient, HighPrecisionFormat)
+    # In high precision gathered rows are never there as a whole: the matmuls gather them.
+    output = 0 if is_gathered else rows * H * itemsize
+    at_activation = output + rows * 3 * inner * itemsize
+    weights = 3 * model.experts * H * inner * itemsize
+    freed = expert_buffers(config, 0, rows)[0]
+    behind = rows * 2 * inner * itemsize - freed + weights
+    behind += layer_input_bytes(config) if is_gathered else 2 * output
+    if not is_exact:
+        behind += _operand_bytes(config, gradient, name)
+    return max(at_activation, behind)
+
+
+def _operand_bytes(config: TrainConfig, gradient: Format, name: str) -> int:
+    """Operands of a weight's gradient: codes of its gradient, and both as the matmul reads them."""
+    model, rows = config.model, buffer_rows(config)
+    columns = 2 * model.expert_width
+    # Units that multiply float8 read turned codes; for others there are values.
+    is_decoded = isinstance(gradient, MXFP8Format | NVFP4Format)
+    item = itemsize_of(config) if is_decoded else 1
+    codes = _code_bytes(config, gradient, (rows, columns))
+    if model.capacity_factor is None:
+        codes += _code_bytes(config, kept_format(config, Operand.INPUT, name), (rows, model.hidden))
+    return codes + rows * (columns + model.hidden) * item
+
+
+def _code_bytes(config: TrainConfig, format: Format, shape: tuple[int, int]) -> int:
+    dtype = getattr(torch, config.dtype)
+    return format.saved_bytes(*shape, dtype, Usage.COLUMNWISE, config.model.experts)
+
+
+def table(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return what ``config`` needs as rows of a name and a value, for people."""
+    numbers = estimate(config)
+    stash = [("in the stash's pages", mebibytes(numbers.stash_bytes))]
+    when = moments(config)
+    largest = max(when, key=lambda moment: when[moment])
+    return [
+        ("parameters", f"{numbers.parameters:,}"),
+        ("parameters that a token meets", f"{numbers.active_parameters:,}"),
+        ("weights", mebibytes(numbers.weight_bytes)),
+        ("gradients", mebibytes(numbers.gradient_bytes)),
+        ("optimizer", mebibytes(numbers.optimizer_bytes)),
+        (
+            "saved for backward",
+            f"{mebibytes(numbers.saved_bytes)}  ({numbers.saved_bytes:,} bytes)",
+        ),
+        ("  of which one layer", mebibytes(numbers.layer_bytes)),
+        *(stash if numbers.stash_bytes else []),
+        ("at most at once, on a GPU", f"{mebibytes(when[largest])}  (when {largest})"),
+    ]
