@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import backstash as bs
+from backstash.saving.hooks import announce_product
 
 
 class Listener:
@@ -28,7 +30,7 @@ class Listener:
 
 
 class Deaf:
-    """A handler without the third method."""
+    """A handler without the other methods."""
 
     def pack(self, tensor: Tensor, rows: Tensor | None) -> None:
         return None
@@ -88,3 +90,54 @@ def test_nobody_is_told_what_is_not_offered_to_him(hooks: str) -> None:
     else:
         run()
     assert listener.heard == []
+
+
+class Mover:
+    """Keeps what is marked, counts the products that it hears of, and has the moves it is given."""
+
+    def __init__(self, moves: object = None) -> None:
+        self.moves = moves
+        self.products = 0
+
+    def multiply(self) -> object:
+        self.products += 1
+        return self.moves
+
+    def pack(self, tensor: Tensor, rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else tensor.detach()
+
+    def unpack(self, handle: Tensor) -> Tensor:
+        return handle
+
+
+def test_grouped_products_are_announced_in_forward_and_in_backward() -> None:
+    mover, layers = Mover(), [bs.GroupedLinear(2, 8, 8), bs.GroupedMLP(2, 8, 8), bs.Linear(8, 8)]
+    x = torch.ones(5, 8, requires_grad=True)
+    with bs.saving(Deaf(), mover):
+        y = layers[2](layers[1](layers[0](x, [2, 3]), [2, 3]))
+    assert mover.products == 3
+    y.sum().backward()
+    # Of each of the three the rows and the weights.
+    assert mover.products == 9
+    layers[0](x.detach(), [2, 3])
+
+
+def test_the_first_handler_that_has_moves_gives_them_to_the_matmul() -> None:
+    moves = [object(), object()]
+    with bs.saving(Deaf(), Mover(), Mover(moves[0]), Mover(moves[1])):
+        assert announce_product() is moves[0]
+    with bs.saving(Mover(moves[1])), torch.autograd.graph.save_on_cpu():
+        assert announce_product() is None
+
+
+def test_backward_asks_the_handler_that_it_asked_last_while_there_is_one() -> None:
+    mover = Mover(object())
+    x = torch.ones(4, 1, requires_grad=True) * 1.0
+    bs.mark_grouped_tensor(x, torch.tensor([4]))
+    with bs.saving(mover):
+        y = x * x
+    y.sum().backward()
+    assert announce_product() is mover.moves
+    del y, mover
+    gc.collect()
+    assert announce_product() is None
