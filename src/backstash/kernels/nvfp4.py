@@ -20,9 +20,7 @@ from torch import Tensor
 
 from backstash.kernels.blocks import (
     block_count,
-    block_table,
     group_number,
-    locate_block,
     new_bytes,
     unit_columns,
 )
@@ -43,6 +41,7 @@ from backstash.kernels.nvfp4_pairs import (
     row_words,
     scale_of,
 )
+from backstash.kernels.nvfp4_places import find_block
 from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
@@ -175,7 +174,7 @@ def _quantize_kernel(
     p_tile_scales,
     p_amax,
     p_seed,
-    p_table,
+    p_ends,
     p_noop,
     groups,
     rows,
@@ -191,14 +190,15 @@ def _quantize_kernel(
     CANDIDATES: tl.constexpr,
     OFFSET: tl.constexpr,
     PAIRS: tl.constexpr,
+    BG: tl.constexpr,
 ):
     if p_noop is not None and tl.load(p_noop) != 0:
         return
     chunks = tl.cdiv(tl.cdiv(columns, 16), BC * STEPS)
     i_rows = tl.program_id(0) // chunks
-    first, end, group = locate_block(p_table, rows, i_rows, B)
+    first, end, group = find_block(p_ends, groups, rows, i_rows, B, BG)
     # No group needs the block; of tiles the scales are to be zeros all the same.
-    if p_table is not None and p_tile_scales is None and first >= end:
+    if p_ends is not None and p_tile_scales is None and first >= end:
         return
     along_rows(
         p_x, p_codes, p_row_scales, p_tile_scales, p_amax, p_seed, first, end, group, groups,
@@ -269,15 +269,16 @@ def _quantize(
     (amax, ends_G, seed, noop), width = given, outputs[0].shape[1]
     shape = _TILES if outputs[1] is None else _ROWS if ends_G is None else _ROWS_OF_GROUPS
     tile, programs = row_tile(rows, columns, ends_G, shape)
+    groups = group_number(ends_G)
     if programs:
         _quantize_kernel[(programs,)](
             x_MK,
             *outputs,
             amax,
             seed,
-            block_table(ends_G, rows, tile["B"]),
+            None if ends_G is None else ends_G.contiguous(),
             noop,
-            group_number(ends_G),
+            groups,
             rows,
             columns,
             width,
@@ -288,6 +289,7 @@ def _quantize(
             WORDS=width % 8 == 0,
             CANDIDATES=candidates,
             PAIRS=are_pairs(x_MK, candidates),
+            BG=triton.next_power_of_2(groups),
         )
 
 
