@@ -1,4 +1,4 @@
-"""What layers that multiply save waits, is copied beside the next matmul, or not at all."""
+"""What layers that multiply save is left to the next matmuls, or is not copied at all."""
 
 from __future__ import annotations
 
@@ -103,22 +103,22 @@ def test_layers_that_say_nothing_are_copied_at_once() -> None:
     assert_nothing_is_held(kept)
 
 
-def test_what_is_due_is_copied_beside_a_product_and_nothing_else_is(
+def test_what_does_not_stay_is_left_to_the_next_matmuls_once_a_step_has_been_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, experts, beside = stash(), Experts(LAYERS), []
+    kept, experts, left = stash(), Experts(LAYERS), []
     plain = kernels.stash_pages
 
     def noted(*operands: Any, **options: Any) -> None:
-        beside.append(options["moves"] is not None)
+        left.append(options["moves"] is not None)
         plain(*operands, **options)
 
     monkeypatch.setattr(kernels, "stash_pages", noted)
     parameters = list(experts.parameters())
     for copies in ([False] * LAYERS, [True] * (LAYERS - 2)):
         step(experts, parameters, BALANCED, kept)
-        assert beside == copies
-        beside.clear()
+        assert left == copies
+        left.clear()
     assert_nothing_is_held(kept)
 
 
@@ -134,7 +134,7 @@ def test_in_another_order_what_stayed_makes_room() -> None:
     assert_nothing_is_held(kept)
 
 
-def test_what_did_not_stay_in_the_last_round_is_copied_beside_the_next_product() -> None:
+def test_an_original_that_was_left_goes_when_the_next_layer_has_saved() -> None:
     kept, layers = stash(), Layers()
     for _ in range(2):
         # The second half of the round was asked for first, and nothing newer had come.
@@ -142,7 +142,7 @@ def test_what_did_not_stay_in_the_last_round_is_copied_beside_the_next_product()
         second.backward()
         first.backward()
     first = run(kept, layers)
-    # A product is yet to come for the last of them.
+    # The matmuls of a next layer are yet to come.
     assert layers.alive == [LAYERS - 1]
     second = run(kept, Layers())
     assert layers.alive == []

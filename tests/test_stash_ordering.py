@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -110,36 +110,74 @@ class Traced:
         self.stash = Stash(self.pool, **options)
         self.watched: set[int] = set()
         plain = {name: getattr(kernels, name) for name in ("stash_pages", "restore_pages")}
-        release = kernels.release_pages
+        release, finish = kernels.release_pages, kernels.finish_moves
+        self.left: dict[int, Callable[[], None]] = {}
+        self.carried = 0
 
         def stash_pages(sources: list[Tensor], rows: list[Tensor], *rest: Any, **key: Any) -> None:
             plain["stash_pages"](sources, rows, *rest, **key)
-            for tensor in (*sources, *rows):
+            for tensor in rows:
                 self.touch(tensor, "read")
-            self.touch_pages(rest[1], len(sources), "write")
+            self.make_or_leave(sources, "read", rest[1], len(sources), key["moves"])
 
         def restore_pages(targets: Any, places: Any, table: Tensor, *rest: Any, **key: Any) -> None:
             plain["restore_pages"](targets, places, table, *rest, **key)
-            for tensor in targets:
-                self.touch(tensor, "write")
-            self.touch_pages(table, key["buffers"], "read")
+            self.make_or_leave(targets, "write", table, key["buffers"], key["moves"])
 
         def release_pages(table: Tensor, *rest: Any, **key: Any) -> None:
             # Given back, a page may be written by the next launch: that is what is checked.
             self.touch_pages(table, key["buffers"], "write")
             release(table, *rest, **key)
 
+        def finish_moves(moves: kernels.Moves) -> None:
+            self.left.pop(moves.list_N.data_ptr())()
+            finish(moves)
+
         monkeypatch.setattr(kernels, "stash_pages", stash_pages)
         monkeypatch.setattr(kernels, "restore_pages", restore_pages)
         monkeypatch.setattr(kernels, "release_pages", release_pages)
+        monkeypatch.setattr(kernels, "finish_moves", finish_moves)
+        monkeypatch.setattr(self.stash, "multiply", self.multiply)
+
+    def make_or_leave(
+        self, buffers: Any, how: str, table: Tensor, launched: int, moves: kernels.Moves | None
+    ) -> None:
+        """Copy in the lane in force, or leave it to matmuls and to whoever finishes."""
+        names = [self.watch(tensor) for tensor in buffers]
+
+        def make() -> None:
+            for name in names:
+                if name not in self.watched:
+                    self.lanes.broken.append(f"{name} is gone before it was moved")
+                self.lanes.touch(("memory", name), how)
+            self.touch_pages(table, launched, "write" if how == "read" else "read")
+
+        if moves is None:
+            make()
+        else:
+            self.left[moves.list_N.data_ptr()] = make
+            self.lanes.touch(("list", moves.list_N.data_ptr()), "write")
+
+    def multiply(self) -> kernels.Moves | None:
+        """A matmul that makes all moves that it is given; whoever finishes makes them again."""
+        moves = Stash.multiply(self.stash)
+        if moves is not None:
+            self.carried += 1
+            self.lanes.touch(("list", moves.list_N.data_ptr()), "read")
+            self.left[moves.list_N.data_ptr()]()
+        return moves
 
     def touch(self, tensor: Tensor, how: str) -> None:
+        self.lanes.touch(("memory", self.watch(tensor)), how)
+
+    def watch(self, tensor: Tensor) -> int:
+        """The name of a tensor's memory, which is noticed to be freed from now on."""
         storage = tensor.untyped_storage()
         name = storage._cdata
         if name not in self.watched:
             self.watched.add(name)
             weakref.finalize(storage, self._gone, name)
-        self.lanes.touch(("memory", name), how)
+        return name
 
     def _gone(self, name: int) -> None:
         self.watched.discard(name)
@@ -173,6 +211,8 @@ def test_every_access_of_a_step_is_ordered(
     gc.collect()
     assert traced.lanes.broken == []
     assert traced.stash.stats().batches > 0
+    assert traced.carried > 0
+    assert traced.left == {}
     assert_nothing_is_held(traced.stash)
 
 
