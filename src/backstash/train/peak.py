@@ -45,8 +45,9 @@ from .stash import pool_margin
 #: Of the matmul library on a Hopper GPU, for the thread of forward and for that of backward.
 WORKSPACES = 2 * 32 * 2**20
 _FLOAT32 = 4
-# A stash copies the buffers of a layer back, and those of the one that is expected next.
-_RESTORED_LAYERS = 2
+# Of a layer that runs backward, and of the one that is expected next, a stash has the buffers at
+# full size: copied back, or never let go if backward begins with them.
+_WHOLE_LAYERS = 2
 
 
 def peak_bytes(config: TrainConfig) -> int:
@@ -63,13 +64,15 @@ def moments(config: TrainConfig) -> dict[str, int]:
     kept = layer_input_bytes(config) if is_recomputed else numbers.layer_bytes - taken
     logits = forward_tokens(config) * config.model.vocabulary * _FLOAT32
     ends = ends_saved_bytes(config)
-    working = _working_bytes(config) + min(_RESTORED_LAYERS, layers) * taken
+    whole = min(_WHOLE_LAYERS, layers) * taken
+    working = _working_bytes(config) + whole
     working += (numbers.layer_bytes if is_recomputed else 0) + layer_input_bytes(config)
     # The head's input and its log-probabilities are no longer there when layers run backward.
     inside = resident + ends - logits - layer_input_bytes(config) + working
     gradients = _gradient_bytes(config)
+    saved = layers * kept + whole + ends
     return {
-        "the loss runs backward": resident + gradients[0] + layers * kept + ends + 2 * logits,
+        "the loss runs backward": resident + gradients[0] + saved + 2 * logits,
         "the last layer runs backward": inside + gradients[1] + layers * kept,
         "the first layer runs backward": inside + gradients[2] + kept,
         "the optimizer steps": resident + 2 * _FLOAT32 * numbers.parameters,
@@ -118,7 +121,8 @@ def _working_bytes(config: TrainConfig) -> int:
     output = 0 if is_gathered else rows * H * itemsize
     at_activation = output + rows * 3 * inner * itemsize
     weights = 3 * model.experts * H * inner * itemsize
-    freed = expert_buffers(config, 0, rows)[0]
+    # The pre-activation has been read, and goes if nobody but backward holds it.
+    freed = 0 if stash_bytes(config) else expert_buffers(config, 0, rows)[0]
     behind = rows * 2 * inner * itemsize - freed + weights
     behind += layer_input_bytes(config) if is_gathered else 2 * output
     if not is_exact:
