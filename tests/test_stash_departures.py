@@ -244,3 +244,23 @@ def test_a_graph_does_not_copy_what_came_before_it(monkeypatch: pytest.MonkeyPat
     loss.backward()
     del loss
     assert_nothing_is_held(kept)
+
+
+def test_a_graph_makes_no_moves_that_came_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = stash()
+    warm(kept)
+    with bs.saving(kept):
+        announce_product()
+        marked = rows() * 2.0
+        bs.mark_grouped_tensor(marked, torch.tensor([CAPACITY]))
+        loss = marked.square().sum()
+    assert kept.multiply() is not None
+    monkeypatch.setattr(kept.pool.streams, "is_capturing", lambda: True)
+    assert kept.multiply() is None
+    monkeypatch.undo()
+    assert kept.multiply() is not None
+    kept.settle()
+    assert kept.multiply() is None
+    loss.backward()
+    del loss
+    assert_nothing_is_held(kept)

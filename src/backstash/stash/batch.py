@@ -140,14 +140,17 @@ class Batch:
     def moves(self, stream: Stream) -> Moves | None:
         """What matmuls that are launched on ``stream`` next may move of the batch, in or back."""
         launch, restored = self.launch, self.restored
+        if launch is None:
+            return None
         if restored is not None and restored.moves is not None:
             owner, moves, written = restored.stream, restored.moves, restored.event
-        elif launch is not None and launch.moves is not None:
+        elif launch.moves is not None:
             owner, moves, written = self.stream, launch.moves, launch.done
         else:
             return None
-        # On one stream matmuls are done before what they leave is finished.
-        if owner != stream:
+        # On one stream matmuls are done before what they leave is finished; and a graph makes no
+        # moves that came before it, nor leaves any to be made after it.
+        if owner != stream or launch.captured != self.pool.streams.is_capturing():
             return None
         if self._written is not written:
             self.pool.streams.wait(written, stream)
