@@ -92,8 +92,7 @@ def _columns_kernel(
     rows,
     M,
     columns,
-    a_ld,
-    b_ld,
+    ld,
     FAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -105,10 +104,10 @@ def _columns_kernel(
     first, J = first // 16 * 16, J // 16 * 16
     group, m_m, m_n = tl.cast(group, tl.int64), i_m < M - m0, i_n < columns - n0
     # A line is as long as the buffer: so are the steps inside a tile, in as many bits.
-    a_ld, b_ld = tl.cast(a_ld, tl.int64), tl.cast(b_ld, tl.int64)
-    p_a += m0 * a_ld + first
-    p_b += n0 * b_ld + first
-    total = _add_up(p_a, p_b, a_ld, b_ld, m_m, m_n, J, FAST, BM, BN, BK)
+    ld = tl.cast(ld, tl.int64)
+    p_a += m0 * ld + first
+    p_b += n0 * ld + first
+    total = _add_up(p_a, p_b, ld, ld, m_m, m_n, J, FAST, BM, BN, BK)
     a_scale = tl.load(p_a_scale + group * M + m0 + i_m, mask=m_m, other=0.0)
     b_scale = tl.load(p_b_scale + group * columns + n0 + i_n, mask=m_n, other=0.0)
     total = total * a_scale[:, None] * b_scale[None, :]
@@ -157,8 +156,7 @@ def mm_columns(dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype)
         padded,
         M,
         columns,
-        dy.codes.stride(0),
-        x.codes.stride(0),
+        padded,
         FAST=False,  # pyright: ignore[reportArgumentType]
         **_TILE,
     )

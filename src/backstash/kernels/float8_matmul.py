@@ -32,7 +32,7 @@ try:
 except (ImportError, AttributeError):  # Gluon is new in Triton and still changes its names.
     _HAS_GLUON = False
 
-_HOPPER, _CACHE_LINE = 9, 128
+_HOPPER = 9
 _TILE = 128
 _WARPS = 8
 
@@ -190,7 +190,7 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     ends_G = ends_G.int().contiguous()
     groups = len(ends_G)
     padded_G = write_padded_ends(ends_G, rows)
-    turned_KP = new_turned(columns, rows, groups, like=codes_TK)
+    turned_KP = new_bytes(columns, padded_columns(rows, groups), like=codes_TK)
     blocks = block_count(rows, ends_G, _TILE)
     programs = (blocks + groups) * triton.cdiv(columns, _TILE)
     tile: dict[str, Any] = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
@@ -210,17 +210,6 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
             **tile,
         )
     return turned_KP.view(codes_TK.dtype), padded_G
-
-
-def new_turned(columns: int, rows: int, groups: int, like: Tensor) -> Tensor:
-    """Bytes ``(K, P)`` that nobody has written yet, lines an odd number of cache lines apart.
-
-    A product reads the same few columns of all lines at once.  A power of two between them would
-    have some parts of the cache and the memory answer for all of these.
-    """
-    length = padded_columns(rows, groups)
-    cache_lines = -(-length // _CACHE_LINE) | 1
-    return new_bytes(columns, cache_lines * _CACHE_LINE, like)[:, :length]
 
 
 def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:

@@ -19,13 +19,8 @@ from torch import Tensor
 
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes, unit_columns
 from backstash.kernels.cast.scaled import scale_from_amax
-from backstash.kernels.float8_matmul import (
-    new_turned,
-    turned_places,
-    write_padded_ends,
-    zero_empty_group,
-)
-from backstash.kernels.reference.float8_mm import FLOAT8_UNIT
+from backstash.kernels.float8_matmul import turned_places, write_padded_ends, zero_empty_group
+from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 
 _ROWS = 128
@@ -202,7 +197,7 @@ def _quantize(
     if into_rows is not None and amax_T1 is not None:
         scale_T1 = scale_from_amax(amax_T1.view(torch.float32), **limits)
         torch.div(torch.ones_like(scale_T1), scale_T1, out=into_rows[1])
-    turned_KP = new_turned(columns, rows, groups, like=x_TK).view(code_dtype)
+    turned_KP = new_bytes(columns, padded_columns(rows, groups), like=x_TK).view(code_dtype)
     programs = (blocks + groups) * triton.cdiv(columns, _TILE["BK"])
     if programs:
         _quantize_kernel[(programs,)](
