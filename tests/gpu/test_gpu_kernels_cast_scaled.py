@@ -99,6 +99,17 @@ def test_group_amax_is_the_references_and_never_reads_the_tail(counts, dtype):
     assert_twin_bytes(kernels.group_amax(x.cuda(), ends.cuda()), kernels.group_amax(x, ends))
 
 
+@pytest.mark.parametrize("counts", [[1100, 1031], [7, 0, 1] * 100], ids=["large", "many"])
+def test_pairs_in_large_and_in_many_groups_are_the_references(counts):
+    x, ends = grouped_values(counts, 96)
+    x = x.bfloat16()
+    x[:: len(x) // 40, ::3], x[5::700, 4] = NAN, INF
+    assert_twin_bytes(kernels.group_amax(x.cuda(), ends.cuda()), kernels.group_amax(x, ends))
+    assert_twin_bytes(kernels.column_amax(x.cuda(), ends.cuda()), kernels.column_amax(x, ends))
+    for scale_shape in ((len(counts),), (len(counts), 96)):
+        check(x, torch.rand(scale_shape) + 0.1, "e4m3", ends, sum(counts))
+
+
 def test_a_thousand_random_splits_are_the_references():
     for counts, tail in random_counts(1000):
         x, ends = grouped_values(counts, 33, tail)

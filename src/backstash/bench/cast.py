@@ -2,8 +2,8 @@
 
 A cast computes next to nothing, so memory is what it can be limited by.  The yardstick is a
 copy from the device to itself that moves as many bytes as the cast does, read and written
-together, timed in turns with it.  What is compared first are the codes and scales with those
-of the reference.
+together, timed in turns with it, some calls in a row.  What is compared first are the codes and
+scales with those of the reference.
 
 Letters: M rows, K columns, G groups of rows.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.bench.record import Row
-from backstash.bench.timing import time_gpu_pair
+from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
 from backstash.errors import DeviceError
 from backstash.kernels.reference import cast as reference
@@ -31,6 +31,7 @@ SIZES = ((32768, 2048), (262144, 2048), (262144, 1536), (8192, 7168))
 GROUPS = 128
 REFERENCES = (reference, float8_block, float8_rowwise, transpose, nvfp4, hadamard)
 ONE_USAGE, BOTH_USAGES = 0.85, 0.75
+ROW_BYTES = 2 << 30
 APART = tuple(k * (37 * 4096 + 512) for k in (1, 3, 8, 21, 55, 144))
 
 
@@ -81,7 +82,7 @@ def measure(repeats: int) -> list[CastRow]:
             check_outputs(work.what, given, flat(work.wanted()))
             moved = sum(x.nbytes for x in work.reads) * work.passes + sum(y.nbytes for y in given)
             source, target = copied(moved)
-            pair = time_gpu_pair(work.run, lambda t=target, s=source: t.copy_(s), repeats)
+            pair = time_in_rows(work.run, lambda t=target, s=source: t.copy_(s), moved, repeats)
             rows.append(
                 CastRow(
                     case="cast",
@@ -192,6 +193,24 @@ def both(name: str, *arguments) -> tuple[Callable[[], object], Callable[[], obje
     ours = getattr(kernels, name)
     theirs = next(getattr(file, name) for file in REFERENCES if hasattr(file, name))
     return lambda: ours(*arguments), lambda: theirs(*arguments)
+
+
+def time_in_rows(
+    ours: Callable[[], object], theirs: Callable[[], object], moved: int, repeats: int
+) -> Pair:
+    """Time one call of each, of as many in a row as move ``ROW_BYTES``, 16 at most.
+
+    What a call has written is in the cache when it ends, and what comes next waits until that
+    is in memory.  In a row each call pays for itself; in turns, one that only reads would pay
+    for the copy before it, and the copy for nothing.
+    """
+    calls = max(1, min(16, ROW_BYTES // moved))
+
+    def in_a_row(function: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [function() for _ in range(calls)]
+
+    pair = time_gpu_pair(in_a_row(ours), in_a_row(theirs), repeats)
+    return dataclasses.replace(pair, ours_us=pair.ours_us / calls, theirs_us=pair.theirs_us / calls)
 
 
 def copied(moved: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from backstash.kernels.blocks import block_count, block_table, group_number, locate_block
 from backstash.kernels.cast.exponents import multiplier_of
-from backstash.kernels.cast.pairs import codes_of, larger_pair, magnitudes, scaled_pair
+from backstash.kernels.cast.pairs import are_words, codes_of, larger_pair, magnitudes, scaled_pair
 from backstash.kernels.cast.scales import Scaling, exponent_for
 
 _BLOCK = 128
@@ -149,12 +149,9 @@ def _quantize_pairs_kernel(
 
 def are_pairs(x_MK: Tensor, outputs: Sequence[Tensor | None], scaling: Scaling) -> bool:
     """Whether values, codes and scales are what :func:`quantize_pairs` is for."""
-    if torch.compiler.is_compiling():
-        return False  # where a matrix will lie is not known then
-    # Rows begin at multiples of 16 words, or nothing could be loaded or stored 16 bytes at once.
-    whole = x_MK.shape[1] % 32 == 0 and x_MK.stride(0) % 32 == 0
-    aligned = all(y is None or y.data_ptr() % 16 == 0 for y in (x_MK, *outputs))
-    return x_MK.dtype == torch.bfloat16 and scaling[3] is None and whole and aligned
+    if scaling[3] is not None or not are_words(x_MK):
+        return False
+    return all(y is None or y.data_ptr() % 16 == 0 for y in outputs)
 
 
 def quantize_pairs(

@@ -5,10 +5,23 @@ The lower half of a word is the even column.  A product with a power of two is e
 what is too small for bfloat16, and that is zero in every format of eight bits.
 """
 
+# What is known when a kernel is compiled has a type that this checker takes for Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def are_words(x_MK: Tensor) -> bool:
+    """Whether rows of ``x_MK`` are words that can be loaded 16 bytes at once."""
+    if torch.compiler.is_compiling():
+        return False  # where a matrix will lie is not known then
+    whole = x_MK.shape[1] % 32 == 0 and x_MK.stride(0) % 32 == 0 and x_MK.stride(1) == 1
+    return x_MK.dtype == torch.bfloat16 and whole and x_MK.data_ptr() % 16 == 0
 
 
 @triton.jit
