@@ -30,6 +30,8 @@ def on_gpu(case: Case, dtype: torch.dtype) -> Case:
     return Case(case.name, case.build, lambda: (tuple(moved[0]), moved[1]), case.rows)
 
 
+# Torch says so where the first matmul of a process is one of backward.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize("recipe_name", RECIPES)
