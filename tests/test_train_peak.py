@@ -89,7 +89,6 @@ CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {"recipe": "mxfp8"},
     "buffers": {"model": {"capacity_factor": 2.0}},
     "buffers, stash": {"stash": True, "model": {"capacity_factor": 2.0}},
-    "buffers, stash, mxfp8": {"stash": True, "recipe": "mxfp8", "model": {"capacity_factor": 3.0}},
     "buffers, float8": {"recipe": "float8_current", "model": {"capacity_factor": 2.0}},
     "two passes": {"accumulate": 2, "stash": True, "model": {"capacity_factor": 2.0}},
     "vocabulary": {"model": {"vocabulary": 32768}},

@@ -121,8 +121,7 @@ def _working_bytes(config: TrainConfig) -> int:
     output = 0 if is_gathered else rows * H * itemsize
     at_activation = output + rows * 3 * inner * itemsize
     weights = 3 * model.experts * H * inner * itemsize
-    # The pre-activation has been read, and goes if nobody but backward holds it.
-    freed = 0 if stash_bytes(config) else expert_buffers(config, 0, rows)[0]
+    freed = expert_buffers(config, 0, rows)[0]
     behind = rows * 2 * inner * itemsize - freed + weights
     behind += layer_input_bytes(config) if is_gathered else 2 * output
     if not is_exact:
