@@ -34,7 +34,7 @@ def operands(
     tokens, k, n = sizes
     groups, rows = len(counts), sum(counts) + tail
     device = new.get("device")
-    source = torch.randint(0, tokens, (rows,), device=device)
+    source = torch.randint(0, max(tokens, 1), (rows,), device=device)
     ends = torch.tensor(counts, device=device).cumsum(0).int()
     given = torch.randn(tokens, n if name.endswith(("dx", "output")) else k, **new)
     if name in ("gathered_mm", "gathered_mm_dx"):

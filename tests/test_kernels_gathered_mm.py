@@ -28,3 +28,9 @@ def test_sources_that_are_no_row_numbers_are_refused(name):
         getattr(kernels, name)(*both, ends, source.view(1, -1))
     with pytest.raises(DtypeError, match="int32 or int64"):
         getattr(kernels, name)(*both, ends, source.float())
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_rows_and_no_tokens_give_zeros(name):
+    both, _, ends, source = operands(name, [0, 0], tail=0, sizes=(0, 64, 64))
+    assert not getattr(kernels, name)(*both, ends, source).any()

@@ -30,11 +30,3 @@ def test_tokens_that_lie_apart_are_read_where_they_are(name):
         apart = room.to(both[at])[:, : both[at].shape[1]].copy_(both[at])
         moved = [apart if i == at else x for i, x in enumerate(both)]
         assert torch.equal(getattr(kernels, name)(*moved, ends, source), wanted)
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_no_rows_and_no_tokens_give_zeros(name):
-    both, _, ends, source = operands(
-        name, [0, 0], tail=0, sizes=(0, 64, 64), dtype=torch.bfloat16, device="cuda"
-    )
-    assert not getattr(kernels, name)(*both, ends, source).any()
