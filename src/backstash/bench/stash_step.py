@@ -179,11 +179,11 @@ def _measure(
     whole = pages_for([(capacity, width) for width in shape.row_bytes], PAGE_BYTES)
     # Room for the worst case, so that nothing is kept back while counters are under way; what
     # the pool itself takes is no part of the peaks, the pages that were in use are.
-    pool = PagePool((whole * shape.layers - 1) * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
+    pool = PagePool(whole * shape.layers * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
     step.run(stash)  # compiles, and shows the order
     # In new memory the most pages in use are those of the steps from here on.
-    pool.grow(whole * shape.layers * PAGE_BYTES)
+    pool.grow((whole * shape.layers + 1) * PAGE_BYTES)
     step.run(stash)  # compiles what moves are made with
     worst = capacity * sum(shape.row_bytes)
     for mode in ("eager", "captured") if device.type == "cuda" else ("eager",):
