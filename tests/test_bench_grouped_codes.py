@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from backstash.bench import grouped_codes, grouped_mm
 
@@ -23,5 +24,7 @@ def test_both_sides_multiply_the_same() -> None:
     ends_G = grouped_mm.group_ends(SIZE[0], SIZE[3], "skewed")
     for work in grouped_codes.works(SIZE, ends_G):
         ours, theirs = work.ours(), work.theirs()
+        assert isinstance(ours, Tensor)
+        assert isinstance(theirs, Tensor)
         assert ours.dtype is theirs.dtype is torch.bfloat16
         grouped_mm.check_outputs(work.what, ours, theirs, work.tolerance)

@@ -50,7 +50,9 @@ def test_activations_are_the_references(activation, weighted, size, dtype):
     assert_near(dh, wanted_back[0])
     assert_near(dprob, wanted_back[1], terms=columns)
     rooms = [None if v is None else room_for(v) for v in (dh, dprob, got)]
-    into = kernels.ActivationGradients(*(None if r is None else r[2:-3] for r in rooms))
+    inner = [None if room is None else room[2:-3] for room in rooms]
+    assert inner[0] is not None
+    into = kernels.ActivationGradients(inner[0], *inner[1:])
     kernels.activate_backward(da, h, prob, activation, into)
     for room, right in zip(rooms, (*wanted_back, wanted), strict=True):
         if room is not None:

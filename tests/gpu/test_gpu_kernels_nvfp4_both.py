@@ -27,15 +27,16 @@ def check(x, ends=None, rotation=None, seed=None, row_scaled=False, four_over_si
     else:
         one = kernels.amax(x) if ends is None else kernels.group_amax(x, ends)
         amax = one, one
-    options = {"four_over_six": four_over_six}
     with no_host_reads():
         got_rows, got_columns = kernels.quantize_nvfp4_both(
-            x, amax, ends, rotation, seed, **options
+            x, amax, ends, rotation, seed, four_over_six=four_over_six
         )
-    wanted = kernels.quantize_nvfp4_rows(x, amax[0], ends, seed, **options)
+    wanted = kernels.quantize_nvfp4_rows(x, amax[0], ends, seed, four_over_six=four_over_six)
     for got, expected in zip(got_rows, wanted, strict=True):
         assert_twin_bytes(got[:rows], expected[:rows])
-    wanted = kernels.quantize_nvfp4_columns(x, amax[1], ends, rotation, seed, **options)
+    wanted = kernels.quantize_nvfp4_columns(
+        x, amax[1], ends, rotation, seed, four_over_six=four_over_six
+    )
     for got, expected in zip(got_columns, wanted, strict=True):
         assert_twin_bytes(got, expected)
 

@@ -201,10 +201,10 @@ def activate_backward(
 
 
 def _new_gradients(h_TF: Tensor, prob_T: Tensor | None) -> ActivationGradients:
-    new = {"device": h_TF.device}
-    dh_TF = torch.empty(h_TF.shape, dtype=h_TF.dtype, **new)
+    # Rows are side by side, however those of the values lie.
+    dh_TF = h_TF.new_empty(h_TF.shape)
     # Rows without columns add up to nothing, and no program writes that.
-    dprob_T = None if prob_T is None else torch.zeros(prob_T.shape, dtype=prob_T.dtype, **new)
+    dprob_T = None if prob_T is None else prob_T.new_zeros(prob_T.shape)
     return ActivationGradients(dh_TF, dprob_T, None)
 
 
