@@ -219,23 +219,30 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 @operation(aten.new_empty.default)
 def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of its own shape, quantized memory: checkpoints are staged in it.  Else plain."""
+    """Plain, but for the memory of its own shape that a checkpoint is staged in."""
     source, shape, *rest = args
-    if tuple(shape) == tuple(source.shape) and not rest:
+    if tuple(shape) == tuple(source.shape) and not rest and _is_staging():
         return _empty_like(aten.empty_like.default, (source,), kwargs)
     return _plain_like(func, args, kwargs)
+
+
+#: Of torch: what allocates for each of the two ways to stage a checkpoint.
+_STAGERS = (
+    "torch.distributed._state_dict_utils",
+    "torch.distributed.checkpoint._state_dict_stager",
+)
 
 
 def _is_staging() -> bool:
     """Is it torch that asks, for memory to stage a checkpoint in?
 
-    ``torch.distributed.checkpoint.async_save`` copies a state dict into zeros like its tensors,
+    ``torch.distributed.checkpoint.async_save`` copies a state dict into memory like its tensors,
     and writes the copy while the training goes on: it must hold the bytes, not their values.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("backstash"):
         frame = frame.f_back
-    return frame.f_globals.get("__name__") == "torch.distributed._state_dict_utils"
+    return frame.f_globals.get("__name__") in _STAGERS
 
 
 @operation(

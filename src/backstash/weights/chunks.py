@@ -41,11 +41,17 @@ class ShardView(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Results are plain, except for the memory that a checkpoint is staged in."""
         view: Any = args[0] if args else None
-        if func in _STAGING and isinstance(view, ShardView):
+        if isinstance(view, ShardView) and view._is_staged_by(func, args[1:]):
             device = (kwargs or {}).get("device", view.device)
             return cls.of(torch.zeros_like(view.rows, device=device), view.cut, view.rank)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def _is_staged_by(self, func: Any, sizes: tuple[Any, ...]) -> bool:
+        """Does ``async_save`` ask for memory here, to copy a state dict into and write the copy?"""
+        if func is torch.zeros_like:
+            return True
+        return func is Tensor.new_empty and sizes == (self.size(),)
 
     def data_ptr(self) -> int:
         """None: to torch, which stages checkpoints, this is a tensor that wraps another.
@@ -106,10 +112,6 @@ class ShardView(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # In a file of this rank alone it is what it holds.
         return self.rows.__reduce_ex__(protocol)
-
-
-# ``async_save`` copies a state dict into what one of these gives, then writes the copy.
-_STAGING = (torch.zeros_like, Tensor.new_empty)
 
 
 def _spans(start: int, end: int, N: int) -> Iterator[tuple[int, int, int]]:
