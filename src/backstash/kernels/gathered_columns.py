@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backstash.kernels.grouped_columns import TILE, locate_tile, multiply_tiles
 from backstash.kernels.tiles import groups_by_size
@@ -32,7 +32,7 @@ from backstash.kernels.warpgroups import (
     give_ticket,
     matrices,
     new_aligned,
-    new_barriers,
+    new_ring,
     ragged,
     shared_layout,
     values_a_block,
@@ -154,14 +154,8 @@ def _columns_kernel(
     c_block: gl.constexpr = [1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
     # The copy engine and each thread that fetches.
-    full = new_barriers(STAGES, 129)
-    empty = new_barriers(STAGES, 2)
-    given = new_barriers(2, 1)
-    taken = new_barriers(2, 2)
-    fence_async_shared()
+    full, empty, tickets, given, taken = new_ring(STAGES, 129)
     gl.warp_specialize(
         [
             (

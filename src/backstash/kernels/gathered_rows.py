@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backstash.kernels.blocks import block_table
 from backstash.kernels.grouped_rows import TILE, locate_tile, multiply_tiles
@@ -33,7 +33,7 @@ from backstash.kernels.warpgroups import (
     give_ticket,
     matrices,
     new_aligned,
-    new_barriers,
+    new_ring,
     ragged,
     shared_layout,
     values_a_block,
@@ -122,13 +122,8 @@ def _rows_kernel(
     c_block: gl.constexpr = [1, 1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
-    full = new_barriers(STAGES, 129)
-    empty = new_barriers(STAGES, 2)
-    given = new_barriers(2, 1)
-    taken = new_barriers(2, 2)
-    fence_async_shared()
+    # The copy engine and each thread that fetches.
+    full, empty, tickets, given, taken = new_ring(STAGES, 129)
     gl.warp_specialize(
         [
             (

@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.reference.float8_mm import Scaled
@@ -44,7 +44,7 @@ from backstash.kernels.warpgroups import (
     multiply_by_scales,
     multiply_exactly,
     new_aligned,
-    new_barriers,
+    new_ring,
     ragged,
     ragged_columns,
     stages_for,
@@ -221,13 +221,7 @@ def _columns_kernel(
     c_block: gl.constexpr = [1, HALF, BN // 2]
     c_high = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
     c_low = gl.allocate_shared_memory(c_desc.dtype, c_block, c_desc.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
-    full = new_barriers(STAGES, 1)
-    empty = new_barriers(STAGES, 2)
-    given = new_barriers(2, 1)
-    taken = new_barriers(2, 2)
-    fence_async_shared()
+    full, empty, tickets, given, taken = new_ring(STAGES, 1)
     if p_moves is None:
         gl.warp_specialize(
             [

@@ -233,12 +233,29 @@ def _halves(value, HALF: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+def _new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """Barriers that open when ``COUNT`` have arrived."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def new_ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """What the warps of a program tell each other with.
+
+    Barriers for a block that is there, when so many of those who fetch have arrived, and for a
+    place that is free; tickets, and barriers for one that is given and one that is taken.
+    """
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
+    full = _new_barriers(STAGES, ARRIVALS)
+    empty = _new_barriers(STAGES, 2)
+    given = _new_barriers(2, 1)
+    taken = _new_barriers(2, 2)
+    fence_async_shared()
+    return full, empty, tickets, given, taken
 
 
 def values_a_block(x: Tensor) -> int:
