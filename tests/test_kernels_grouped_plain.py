@@ -29,7 +29,7 @@ def test_torch_multiplies_only_where_it_leaves_the_sizes_on_the_device(
 ):
     pytest.importorskip("triton")
     grouped = importlib.import_module("backstash.kernels.grouped_matmul")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(grouped, "capability", lambda device: capability)
     assert grouped._is_for_torch(torch.zeros(1, dtype=torch.bfloat16)) is is_for_torch
     assert not grouped._is_for_torch(torch.zeros(1, dtype=torch.float16))
 

@@ -105,6 +105,30 @@ def matrix_units(device: torch.device) -> frozenset[str]:
     return frozenset(name for name, first in FIRST_CAPABILITY.items() if capability >= first)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of the GPU that a tensor says it is on."""
+    # What a compiler traces is asked anew: it would guard what the dictionaries hold.
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    if device not in _CAPABILITIES:
+        _CAPABILITIES[device] = torch.cuda.get_device_capability(device)
+    return _CAPABILITIES[device]
+
+
+def processor_count(device: torch.device) -> int:
+    """Return how many programs that take all of a processor the GPU runs at a time."""
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device not in _PROCESSORS:
+        _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROCESSORS[device]
+
+
+# Asked at every launch, and what torch answers from costs microseconds.
+_CAPABILITIES: dict[torch.device, tuple[int, int]] = {}
+_PROCESSORS: dict[torch.device, int] = {}
+
+
 @functools.cache
 def has_triton() -> bool:
     """Return whether Triton kernels can run: the package is there and so is a GPU for it."""

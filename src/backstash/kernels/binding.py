@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from backstash.device import capability
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -50,9 +52,11 @@ def choosing(
     def operation(first: Any, *args: Any, **kwargs: Any) -> Any:
         x = first if isinstance(first, torch.Tensor) else first[0]
         is_here = x.is_cuda and not _has_no_memory(x)
-        if not is_here or torch.cuda.get_device_capability(x.device) < first_capability:
+        if not is_here or capability(x.device) < first_capability:
             return reference(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         # Triton launches on the current device, whatever device its arguments are on.
+        if not torch.compiler.is_compiling() and x.get_device() == torch.cuda.current_device():
+            return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         with torch.cuda.device(x.device):
             return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 

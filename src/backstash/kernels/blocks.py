@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.sizes import next_power_of_2
+
 
 @triton.jit
 def _table_kernel(
@@ -119,7 +121,7 @@ def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
     blocks = block_count(rows, ends_G, block)
     table_S4 = torch.empty(blocks, 4, dtype=torch.int32, device=ends_G.device)
     groups = len(ends_G)
-    tile: dict[str, Any] = {"B": block, "BG": triton.next_power_of_2(groups), "CHUNK": 256}
+    tile: dict[str, Any] = {"B": block, "BG": next_power_of_2(groups), "CHUNK": 256}
     _table_kernel[(groups + 1,)](ends_G.contiguous(), table_S4, groups, rows, blocks, **tile)
     return table_S4
 

@@ -18,16 +18,16 @@ Letters: T tokens, R rows, J columns of the rows, C columns of the result, G gro
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from backstash.device import processor_count
 from backstash.kernels.blocks import block_table
 from backstash.kernels.grouped_rows import TILE, locate_tile, multiply_tiles
+from backstash.kernels.sizes import ceil_div
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
@@ -159,7 +159,7 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     y_RC = new_aligned((R, C), a_TJ)
     is_rows = b_GJC.stride(1) == 1
-    programs = torch.cuda.get_device_properties(a_TJ.device).multi_processor_count
+    programs = processor_count(a_TJ.device)
     _rows_kernel[(programs,)](
         a_TJ,
         source_R.contiguous(),
@@ -170,7 +170,7 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
         block_table(ends_G, R, 2 * half),
         len(ends_G),
         J,
-        triton.cdiv(C, columns),
+        ceil_div(C, columns),
         **TILE,
         BK=block,
         B_ROWS=is_rows,

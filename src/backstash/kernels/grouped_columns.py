@@ -23,14 +23,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from backstash.device import processor_count
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.reference.float8_mm import Scaled
+from backstash.kernels.sizes import ceil_div
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.warpgroups import (
     FAR,
@@ -313,7 +314,7 @@ def _launch(
 ) -> None:
     groups, N, K = dw_GNK.shape
     half, columns = TILE["HALF"], TILE["BN"]
-    programs = torch.cuda.get_device_properties(dw_GNK.device).multi_processor_count
+    programs = processor_count(dw_GNK.device)
     is_codes = scales[0] is not None
     *moves, parts = carried_by(is_plain=scales[0] is None)
     _columns_kernel[(programs,)](
@@ -323,8 +324,8 @@ def _launch(
         *scales,
         *moves,
         groups,
-        triton.cdiv(N, 2 * half),
-        triton.cdiv(K, columns),
+        ceil_div(N, 2 * half),
+        ceil_div(K, columns),
         **stages_for(dw_GNK, TILE),
         BK=BK,
         TURNED=is_codes,

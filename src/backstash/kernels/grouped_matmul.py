@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.device import capability
 from backstash.kernels import grouped_plain
 from backstash.kernels.blocks import block_count, block_table, locate_block, unit_columns
 from backstash.kernels.reference import grouped_mm as reference
@@ -30,6 +31,7 @@ from backstash.kernels.reference.grouped_mm import (
     check_grouped,
     check_grouped_dw,
 )
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 try:
     from backstash.kernels.grouped_columns import multiply_columns
@@ -167,7 +169,7 @@ def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     ends_G = ends_G.clamp(0, rows).int()
     dw_GNK = F.grouped_mm(_pad(dy_TN).t(), _pad(x_TK), offs=ends_G)
     size = dw_GNK[0].numel()
-    chunks = triton.cdiv(size, _ZEROS)
+    chunks = ceil_div(size, _ZEROS)
     tile: dict[str, Any] = {"BLOCK": _ZEROS}
     _zero_empty_groups_kernel[(groups * chunks,)](dw_GNK, ends_G, size, chunks, **tile)
     return dw_GNK[:, : dy_TN.shape[1], : x_TK.shape[1]]
@@ -189,10 +191,10 @@ def group_sum(x_TN: Tensor, ends_G: Tensor) -> Tensor:
     tile: dict[str, Any] = {
         "PARTS": _PARTS,
         "B": _ROWS,
-        "BK": min(_COLUMNS, max(16, triton.next_power_of_2(columns))),
+        "BK": min(_COLUMNS, max(16, next_power_of_2(columns))),
         "WIDE": tl.float64 if is_double else tl.float32,
     }
-    programs = groups * _PARTS * triton.cdiv(columns, tile["BK"])
+    programs = groups * _PARTS * ceil_div(columns, tile["BK"])
     if programs:
         _group_sum_kernel[(programs,)](
             x_TN, ends_G.contiguous(), sum_PGN, groups, rows, columns, x_TN.stride(0), **tile
@@ -209,10 +211,10 @@ def add_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> Tensor:
     is_double = torch.float64 in (y_TN.dtype, bias_GN.dtype)
     tile: dict[str, Any] = {
         "B": _ROWS,
-        "BK": min(_COLUMNS, max(16, triton.next_power_of_2(columns))),
+        "BK": min(_COLUMNS, max(16, next_power_of_2(columns))),
         "WIDE": tl.float64 if is_double else tl.float32,
     }
-    programs = block_count(rows, ends_G, _ROWS) * triton.cdiv(columns, tile["BK"])
+    programs = block_count(rows, ends_G, _ROWS) * ceil_div(columns, tile["BK"])
     if programs:
         _add_bias_kernel[(programs,)](
             y_TN,
@@ -250,24 +252,24 @@ def zero_tail_(y_TN: Tensor, ends_G: Tensor) -> None:
     """Write zeros into the rows past the last group of a contiguous ``(T, N)``."""
     rows, columns = y_TN.shape
     tile: dict[str, Any] = {"B": _ROWS, "BK": _COLUMNS}
-    _zero_tail_kernel[(triton.cdiv(rows, _ROWS),)](y_TN, ends_G, len(ends_G), rows, columns, **tile)
+    _zero_tail_kernel[(ceil_div(rows, _ROWS),)](y_TN, ends_G, len(ends_G), rows, columns, **tile)
 
 
 def _has_kernels(x: Tensor) -> bool:
     """Say if this GPU multiplies all dtypes by kernels."""
-    return torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_KERNELS
+    return capability(x.device) >= _FIRST_WITH_KERNELS
 
 
 def _is_for_hopper(x: Tensor) -> bool:
     """Say if the kernels for Hopper multiply groups of this tensor."""
-    return x.dtype in DTYPES and torch.cuda.get_device_capability(x.device)[0] == _HOPPER
+    return x.dtype in DTYPES and capability(x.device)[0] == _HOPPER
 
 
 def _is_for_torch(x: Tensor) -> bool:
     """Say if torch multiplies groups of this tensor without reading their sizes."""
     if x.dtype is not torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(x.device)[0] in _TORCH_MAJORS
+    return capability(x.device)[0] in _TORCH_MAJORS
 
 
 def _pad(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import block_count, block_table, locate_block
+from backstash.kernels.sizes import ceil_div
 from backstash.kernels.tiles import groups_by_size
 
 _ROWS = 32
@@ -107,7 +108,7 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     """Multiply each row from the right by its group's matrix; zeros in the tail."""
     (T, J), C = a_TJ.shape, b_GJC.shape[2]
     y_TC = torch.empty(T, C, dtype=a_TJ.dtype, device=a_TJ.device)
-    programs = block_count(T, ends_G, _ROWS) * triton.cdiv(C, _COLUMNS)
+    programs = block_count(T, ends_G, _ROWS) * ceil_div(C, _COLUMNS)
     _rows_kernel[(programs,)](
         a_TJ,
         b_GJC,
@@ -131,7 +132,7 @@ def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """``dw_GNK[g] = dy[g].T @ x[g]``, zeros for an empty group."""
     groups, (T, N), K = len(ends_G), dy_TN.shape, x_TK.shape[1]
     dw_GNK = torch.empty(groups, N, K, dtype=x_TK.dtype, device=x_TK.device)
-    programs = groups * triton.cdiv(N, _ROWS) * triton.cdiv(K, _COLUMNS)
+    programs = groups * ceil_div(N, _ROWS) * ceil_div(K, _COLUMNS)
     _columns_kernel[(programs,)](
         dy_TN,
         x_TK,

@@ -23,15 +23,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from backstash.device import processor_count
 from backstash.kernels.blocks import block_table
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.reference.float8_mm import Scaled
+from backstash.kernels.sizes import ceil_div
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
@@ -315,7 +316,7 @@ def _launch(
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     is_rows = b_GJC.stride(1) == 1
     b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
-    programs = torch.cuda.get_device_properties(a_TJ.device).multi_processor_count
+    programs = processor_count(a_TJ.device)
     *moves, parts = carried_by(is_plain=scales[0] is None)
     _rows_kernel[(programs,)](
         matrix(a_TJ, half, block),
@@ -326,7 +327,7 @@ def _launch(
         *moves,
         len(ends_G),
         J,
-        triton.cdiv(C, columns),
+        ceil_div(C, columns),
         **stages_for(y_TC, TILE),
         BK=block,
         B_ROWS=is_rows,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.reference.permute import check_permute, check_unpermute
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _COLUMNS = 1024
 # Rows and bytes of a tile of copies.
@@ -85,7 +86,7 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     x_RH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
     most = _STRIP_BYTES // x_TH.itemsize
     tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns, most)}
-    programs = triton.cdiv(rows, _ROWS) * triton.cdiv(columns, tile["BH"])
+    programs = ceil_div(rows, _ROWS) * ceil_div(columns, tile["BH"])
     if programs:
         _permute_kernel[(programs,)](
             x_TH, source_R.contiguous(), x_RH, rows, columns, x_TH.stride(0), **tile
@@ -110,7 +111,7 @@ def unpermute(
         "BT": 1,
         "BH": _width(columns, _COLUMNS),
     }
-    programs = tokens * triton.cdiv(columns, tile["BH"])
+    programs = tokens * ceil_div(columns, tile["BH"])
     if programs:
         _unpermute_kernel[(programs,)](
             y_RH,
@@ -128,4 +129,4 @@ def unpermute(
 
 
 def _width(columns: int, most: int) -> int:
-    return min(most, max(16, triton.next_power_of_2(columns)))
+    return min(most, max(16, next_power_of_2(columns)))

@@ -29,6 +29,7 @@ from backstash.kernels.reference.routing import (
     check_top,
     check_weigh,
 )
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 # Rows of a block, and numbers that a program holds at once.
 _ROWS = 512
@@ -226,7 +227,7 @@ def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
     expert_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
     tile = {"K": top_k, **_tile(experts)}
     if expert_TK.numel():
-        _top_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+        _top_kernel[(ceil_div(tokens, tile["BT"]),)](
             scores_TE,
             None if bias_E is None else bias_E.contiguous(),
             expert_TK,
@@ -279,9 +280,9 @@ def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         return reference.weigh_experts(logits_TE, expert_TK)
     logits_TE, tokens = unit_columns(logits_TE), len(logits_TE)
     prob_TK = torch.empty(tokens, copies, dtype=torch.float32, device=logits_TE.device)
-    tile: dict[str, Any] = {"K": copies, "BK": triton.next_power_of_2(max(copies, 1)), "BT": 64}
+    tile: dict[str, Any] = {"K": copies, "BK": next_power_of_2(max(copies, 1)), "BT": 64}
     if prob_TK.numel():
-        _weigh_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+        _weigh_kernel[(ceil_div(tokens, tile["BT"]),)](
             logits_TE, expert_TK.contiguous(), prob_TK, tokens, logits_TE.stride(0), **tile
         )
     return prob_TK
@@ -299,7 +300,7 @@ def weigh_experts_backward(
     dlogits_TE = torch.empty(tokens, num_experts, **new)
     tile = {"K": copies, **_tile(num_experts)}
     if dlogits_TE.numel():
-        _weigh_backward_kernel[(triton.cdiv(tokens, tile["BT"]),)](
+        _weigh_backward_kernel[(ceil_div(tokens, tile["BT"]),)](
             dprob_TK.contiguous(),
             prob_TK.contiguous(),
             expert_TK.contiguous(),
@@ -317,7 +318,7 @@ def bfloat16_parts(x_TE: Tensor) -> Tensor:
     rows, columns = x_TE.shape
     parts_TP = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=x_TE.device)
     tile = _tile(columns)
-    programs = triton.cdiv(rows, tile["BT"]) * triton.cdiv(columns, tile["BE"])
+    programs = ceil_div(rows, tile["BT"]) * ceil_div(columns, tile["BE"])
     if programs:
         _parts_kernel[(programs,)](x_TE.contiguous(), parts_TP, rows, columns, **tile)
     return parts_TP
@@ -327,7 +328,7 @@ def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Rows of each expert in the blocks before each block ``(S, BE)``, and in all ``(E,)``."""
     rows, tile = expert_TK.numel(), _steps(num_experts)
     new = {"dtype": torch.int32, "device": expert_TK.device}
-    blocks, lanes = triton.cdiv(rows, _ROWS), tile["BE"]
+    blocks, lanes = ceil_div(rows, _ROWS), tile["BE"]
     count_SB, total_E = torch.empty(blocks, lanes, **new), torch.empty(num_experts, **new)
     if blocks:
         _count_kernel[(blocks,)](expert_TK, count_SB, rows, num_experts, **tile)
@@ -338,10 +339,10 @@ def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(num_experts: int) -> dict[str, Any]:
-    lanes = max(_LANES, triton.next_power_of_2(num_experts))
+    lanes = max(_LANES, next_power_of_2(num_experts))
     return {"B": _ROWS, "STEP": max(2, _NUMBERS // lanes), "BE": lanes}
 
 
 def _tile(columns: int) -> dict[str, Any]:
-    width = min(_FEW_NUMBERS, max(16, triton.next_power_of_2(max(columns, 1))))
+    width = min(_FEW_NUMBERS, max(16, next_power_of_2(max(columns, 1))))
     return {"BT": _FEW_NUMBERS // width, "BE": width}

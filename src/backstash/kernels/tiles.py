@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.sizes import next_power_of_2
+
 
 @triton.jit
 def _order_kernel(p_ends, p_table, groups, rows, BG: tl.constexpr):
@@ -50,7 +52,7 @@ def groups_by_size(ends_G: Tensor, rows: int) -> Tensor:
     """
     groups = len(ends_G)
     table_G4 = torch.empty(groups, 4, dtype=torch.int32, device=ends_G.device)
-    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups)}
+    tile: dict[str, Any] = {"BG": next_power_of_2(groups)}
     if groups:
         _order_kernel[(groups,)](ends_G.contiguous(), table_G4, groups, rows, **tile)
     return table_G4

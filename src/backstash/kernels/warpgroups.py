@@ -64,6 +64,8 @@ CODES: dict[torch.dtype, Any] = {
 }
 _NAMES: dict[torch.dtype, Any] = {torch.float32: gl.float32, **DTYPES, **CODES}
 _BLOCK_BYTES = 128
+# By dtype and block, of which a kernel has a few: Triton takes longer to find one than to launch.
+_LAYOUTS: dict[tuple[Any, ...], Any] = {}
 
 
 @gluon.jit
@@ -332,7 +334,10 @@ def matrices(w_GNK: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def shared_layout(x: Tensor, block: list[int]) -> Any:
     """How a block of ``x`` lies in shared memory for the tensor cores."""
-    return gl.NVMMASharedLayout.get_default_for(block, _NAMES[x.dtype])
+    key = (x.dtype, *block)
+    if key not in _LAYOUTS:
+        _LAYOUTS[key] = gl.NVMMASharedLayout.get_default_for(block, _NAMES[x.dtype])
+    return _LAYOUTS[key]
 
 
 def _describe(x: Tensor, shape: Any, strides: Any, block: list[int]) -> TensorDescriptor:
