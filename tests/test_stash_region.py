@@ -13,7 +13,7 @@ X = torch.arange(96.0).view(12, 8)
 
 def restored(tensor: Tensor, *, marked: bool) -> Tensor | None:
     region = region_of(tensor, marked=marked)
-    return None if region is None else region.view.of(region.buffer.clone())
+    return None if region is None else region.view.of(region.bytes_of(tensor).clone())
 
 
 WHOLE = {

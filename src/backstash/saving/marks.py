@@ -7,13 +7,14 @@ because autograd saves other objects (detached, viewed) than those a user marks.
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 from backstash.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from backstash.tensors import GroupedTensor, QuantizedTensor
@@ -30,15 +31,17 @@ class _Mark(NamedTuple):
     rows: Tensor
 
 
-# Keyed by the storage, weakly: the mark and its length go when the storage goes.
-_MARKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Of each marked storage, by its id, a weak reference to it and its mark, which go when it goes.
+# Nearly every tensor that is saved is looked up and has none: that is one look into a dict.
+_Marks = dict[int, tuple["weakref.ref[UntypedStorage]", _Mark]]
+_MARKS: _Marks = {}
 
 
 class _Once(threading.local):
     """Marks for what the node whose saving is under way saves next on this thread."""
 
     def __init__(self) -> None:
-        self.marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.marks: _Marks = {}
 
 
 _once = _Once()
@@ -96,13 +99,13 @@ def mark_once(value: GroupedTensor) -> None:
     if isinstance(value.data, QuantizedTensor):
         _mark_buffers(value)
     else:
-        _once.marks[value.data.untyped_storage()] = _mark_of(value.data, value.ends_G[-1:])
+        _set(_once.marks, value.data, _mark_of(value.data, value.ends_G[-1:]))
 
 
 def spend_mark(tensor: Tensor) -> None:
     """The node has saved ``tensor``: what was marked for this once is over."""
     if _once.marks and _has_rows(tensor):
-        _once.marks.pop(tensor.untyped_storage(), None)
+        _once.marks.pop(id(tensor.untyped_storage()), None)
 
 
 def forget_marks() -> None:
@@ -113,12 +116,14 @@ def forget_marks() -> None:
 
 def valid_rows(tensor: Tensor) -> Tensor | None:
     """The valid length that was marked for this buffer, or None."""
-    if not (_MARKS or _once.marks) or tensor.ndim == 0 or not _has_rows(tensor):
+    once = _once.marks
+    if not (_MARKS or once) or not _has_rows(tensor):
         return None
     storage = tensor.untyped_storage()
-    mark = _once.marks.get(storage) or _MARKS.get(storage)
-    if mark is None:
+    entry = (once.get(id(storage)) if once else None) or _MARKS.get(id(storage))
+    if entry is None or entry[0]() is not storage or tensor.ndim == 0:
         return None
+    mark = entry[1]
     same_rows = tensor.shape[0] == mark.size and tensor.stride(0) * tensor.itemsize == mark.stride
     first_row = 0 <= tensor.storage_offset() * tensor.itemsize - mark.offset < max(mark.stride, 1)
     return mark.rows if same_rows and first_row else None
@@ -135,7 +140,20 @@ def _mark_buffers(value: GroupedTensor) -> None:
 
 
 def _mark(buffer: Tensor, rows: Tensor) -> None:
-    _MARKS[buffer.untyped_storage()] = _mark_of(buffer, rows)
+    _set(_MARKS, buffer, _mark_of(buffer, rows))
+
+
+def _set(marks: _Marks, buffer: Tensor, mark: _Mark) -> None:
+    storage = buffer.untyped_storage()
+    key = id(storage)
+    marks[key] = weakref.ref(storage, functools.partial(_forget, marks, key)), mark
+
+
+def _forget(marks: _Marks, key: int, reference: weakref.ref[UntypedStorage]) -> None:
+    """A storage is gone: so is its mark, unless another has got its id and a mark since."""
+    entry = marks.get(key)
+    if entry is not None and entry[0] is reference:
+        del marks[key]
 
 
 def _mark_of(buffer: Tensor, rows: Tensor) -> _Mark:

@@ -105,14 +105,20 @@ class Batch:
         self, region: Region, rows: Tensor | None, tensor: Tensor, packed: torch.dtype = torch.uint8
     ) -> Kept:
         """Take the bytes of ``tensor`` into the batch, before it is launched."""
-        width = region.row_bytes if rows is not None else region.place.nbytes
-        valid = self.pool.one_row if rows is None else rows.reshape(1)
-        buffer = Buffer(region.buffer.view(packed), valid, width // packed.itemsize)
         # Detached it has the same version and no graph: a node may save its own output.
-        self.originals.append(Original(buffer, tensor.detach(), region.version))
+        original = tensor.detach()
+        data, width = region.bytes_of(original), region.place.nbytes
+        if packed is not torch.uint8:
+            data = data.view(packed)
+        valid = self.pool.one_row
+        if rows is not None:
+            valid = rows if rows.ndim == 1 else rows.reshape(1)
+            width = region.row_bytes
+        buffer = Buffer(data, valid, width // packed.itemsize)
+        self.originals.append(Original(buffer, original, region.version))
         self.nbytes.append(region.place.nbytes)
         self.packed.append(packed)
-        return Kept(self, len(self.nbytes) - 1, region.storage, rows)
+        return Kept(self, len(self.nbytes) - 1, StorageWeakRef(region.storage), rows)
 
     @property
     def unshared(self) -> list[int]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 
 class View(NamedTuple):
@@ -53,14 +52,24 @@ class Region(NamedTuple):
     """The bytes that a saved tensor needs.
 
     ``version`` is that of the tensor, so that the same place with other content differs.
+    ``is_own`` says that they are the tensor's own, in order.
     """
 
-    buffer: Tensor
+    storage: UntypedStorage
     row_bytes: int
     place: Place
-    storage: StorageWeakRef
     view: View
     version: int | None
+    is_own: bool
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """The bytes, of the tensor that the region is of, without its graph."""
+        if self.is_own:
+            return tensor.view(-1).view(torch.uint8)
+        with torch.no_grad():
+            buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            where = self.place.start, (self.place.nbytes,), (1,)
+            return buffer.set_(self.storage, *where)  # pyright: ignore[reportArgumentType]
 
 
 def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
@@ -72,29 +81,27 @@ def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         return None
-    item = tensor.itemsize
+    item, offset = tensor.itemsize, int(tensor.storage_offset())
     storage = tensor.untyped_storage()
     stride = tensor.stride()
-    if tensor.is_contiguous():
-        start, nbytes = int(tensor.storage_offset()) * item, tensor.nbytes
+    is_own = tensor.is_contiguous()
+    if is_own:
+        start, nbytes = offset * item, tensor.nbytes
         row_bytes = nbytes // tensor.shape[0] if marked else nbytes
     elif marked and _is_columns_of_whole(tensor, storage.nbytes()):
         start, nbytes = 0, storage.nbytes()
         row_bytes = stride[0] * item
     elif not marked and _is_dense(tensor):
-        start, nbytes, row_bytes = int(tensor.storage_offset()) * item, tensor.nbytes, tensor.nbytes
+        start, nbytes, row_bytes = offset * item, tensor.nbytes, tensor.nbytes
     else:
         return None
-    with torch.no_grad():
-        buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        buffer.set_(storage, start, (nbytes,), (1,))  # pyright: ignore[reportArgumentType]
     return Region(
-        buffer,
+        storage,
         row_bytes,
         Place(storage._cdata, start, nbytes),
-        StorageWeakRef(storage),
-        View(tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()) - start // item),
+        View(tensor.dtype, tensor.shape, stride, offset - start // item),
         _version_of(tensor),
+        is_own,
     )
 
 
