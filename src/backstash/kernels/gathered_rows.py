@@ -155,7 +155,7 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
     Both are aligned, ``b_GJC`` as it is or with its last two dimensions exchanged, their dtype is
     one of :data:`~backstash.kernels.warpgroups.DTYPES`, and J is whole blocks of 128 bytes.
     """
-    R, J, C = len(source_R), a_TJ.shape[1], b_GJC.shape[2]
+    R, J, C = source_R.shape[0], a_TJ.shape[1], b_GJC.shape[2]
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     y_RC = new_aligned((R, C), a_TJ)
     is_rows = b_GJC.stride(1) == 1
@@ -168,7 +168,7 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
         matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns),
         ragged(y_RC, half, columns // 2),
         block_table(ends_G, R, 2 * half),
-        len(ends_G),
+        ends_G.shape[0],
         J,
         ceil_div(C, columns),
         **TILE,

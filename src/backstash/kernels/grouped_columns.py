@@ -280,9 +280,9 @@ def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     Both are aligned, and their dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
     block, N, K = values_a_block(x_TK), dy_TN.shape[1], x_TK.shape[1]
-    dw_GNK = new_aligned((len(ends_G), N, K), x_TK)
+    dw_GNK = new_aligned((ends_G.shape[0], N, K), x_TK)
     descs = ragged(dy_TN, block, TILE["HALF"]), ragged(x_TK, block, TILE["BN"])
-    _launch(descs, groups_by_size(ends_G, len(x_TK)), dw_GNK, (None, None), BK=block)
+    _launch(descs, groups_by_size(ends_G, x_TK.shape[0]), dw_GNK, (None, None), BK=block)
     return dw_GNK
 
 
@@ -293,8 +293,8 @@ def multiply_scaled_columns(
 
     As :func:`~backstash.kernels.reference.float8_mm.float8_grouped_mm_dw` has them, and aligned.
     """
-    block, (N, P), K = values_a_block(x.codes), dy.codes.shape, len(x.codes)
-    dw_GNK = new_aligned((len(padded_ends_G), N, K), x.codes, dtype)
+    block, (N, P), K = values_a_block(x.codes), dy.codes.shape, x.codes.shape[0]
+    dw_GNK = new_aligned((padded_ends_G.shape[0], N, K), x.codes, dtype)
     descs = (
         ragged_columns(dy.codes, TILE["HALF"], block),
         ragged_columns(x.codes, TILE["BN"], block),

@@ -179,7 +179,7 @@ def group_sum(x_TN: Tensor, ends_G: Tensor) -> Tensor:
     """Add up the rows of each group: ``(G, N)``, exact zeros for an empty group."""
     check_group_sum(x_TN, ends_G)
     x_TN = unit_columns(x_TN)
-    groups, (rows, columns) = len(ends_G), x_TN.shape
+    groups, (rows, columns) = ends_G.shape[0], x_TN.shape
     is_double = x_TN.dtype is torch.float64
     sum_PGN = torch.empty(
         _PARTS,
@@ -221,7 +221,7 @@ def add_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> Tensor:
             bias_GN.contiguous(),
             sum_TN,
             block_table(ends_G, rows, _ROWS),
-            len(ends_G),
+            ends_G.shape[0],
             rows,
             columns,
             y_TN.stride(0),
@@ -252,7 +252,9 @@ def zero_tail_(y_TN: Tensor, ends_G: Tensor) -> None:
     """Write zeros into the rows past the last group of a contiguous ``(T, N)``."""
     rows, columns = y_TN.shape
     tile: dict[str, Any] = {"B": _ROWS, "BK": _COLUMNS}
-    _zero_tail_kernel[(ceil_div(rows, _ROWS),)](y_TN, ends_G, len(ends_G), rows, columns, **tile)
+    _zero_tail_kernel[(ceil_div(rows, _ROWS),)](
+        y_TN, ends_G, ends_G.shape[0], rows, columns, **tile
+    )
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -114,7 +114,7 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
         b_GJC,
         y_TC,
         block_table(ends_G, T, _ROWS),
-        len(ends_G),
+        ends_G.shape[0],
         T,
         J,
         C,
@@ -130,7 +130,7 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
 
 def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """``dw_GNK[g] = dy[g].T @ x[g]``, zeros for an empty group."""
-    groups, (T, N), K = len(ends_G), dy_TN.shape, x_TK.shape[1]
+    groups, (T, N), K = ends_G.shape[0], dy_TN.shape, x_TK.shape[1]
     dw_GNK = torch.empty(groups, N, K, dtype=x_TK.dtype, device=x_TK.device)
     programs = groups * ceil_div(N, _ROWS) * ceil_div(K, _COLUMNS)
     _columns_kernel[(programs,)](

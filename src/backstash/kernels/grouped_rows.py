@@ -285,7 +285,7 @@ def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     Both are aligned, ``b_GJC`` as it is or with its last two dimensions exchanged, and their
     dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
-    y_TC = new_aligned((len(a_TJ), b_GJC.shape[2]), a_TJ)
+    y_TC = new_aligned((a_TJ.shape[0], b_GJC.shape[2]), a_TJ)
     _launch(a_TJ, b_GJC, ends_G, y_TC)
     return y_TC
 
@@ -297,7 +297,7 @@ def multiply_scaled_rows(
 
     As :func:`~backstash.kernels.reference.float8_mm.float8_grouped_mm` has them, and aligned.
     """
-    y_TC = new_aligned((len(a.codes), b.codes.shape[1]), a.codes, dtype)
+    y_TC = new_aligned((a.codes.shape[0], b.codes.shape[1]), a.codes, dtype)
     scales = a.scale_inv.contiguous(), b.scale_inv.contiguous()
     _launch(a.codes, b.codes.mT, ends_G, y_TC, scales, is_exact=not fast_accumulation)
     return y_TC
@@ -325,7 +325,7 @@ def _launch(
         block_table(ends_G, T, 2 * half),
         *scales,
         *moves,
-        len(ends_G),
+        ends_G.shape[0],
         J,
         ceil_div(C, columns),
         **stages_for(y_TC, TILE),

@@ -257,14 +257,14 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
     source_R = torch.empty(expert_TK.numel(), **new)
     slots_TK = torch.empty(expert_TK.shape, **new)
     count_SB, total_E = _count(expert_TK, num_experts)
-    if len(source_R):
-        _place_kernel[(len(count_SB),)](
+    if source_R.shape[0]:
+        _place_kernel[(count_SB.shape[0],)](
             expert_TK,
             count_SB,
             total_E,
             source_R,
             slots_TK,
-            len(source_R),
+            source_R.shape[0],
             num_experts,
             expert_TK.shape[1],
             **_steps(num_experts),
@@ -278,7 +278,7 @@ def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
     copies = expert_TK.shape[1]
     if logits_TE.dtype is not torch.float32 or copies > _MOST_COPIES:
         return reference.weigh_experts(logits_TE, expert_TK)
-    logits_TE, tokens = unit_columns(logits_TE), len(logits_TE)
+    logits_TE, tokens = unit_columns(logits_TE), logits_TE.shape[0]
     prob_TK = torch.empty(tokens, copies, dtype=torch.float32, device=logits_TE.device)
     tile: dict[str, Any] = {"K": copies, "BK": next_power_of_2(max(copies, 1)), "BT": 64}
     if prob_TK.numel():

@@ -50,7 +50,7 @@ def groups_by_size(ends_G: Tensor, rows: int) -> Tensor:
     An entry is a group's first row, the row after its last, its number, and a zero.  The zero
     of the first entry is free for a counter.
     """
-    groups = len(ends_G)
+    groups = ends_G.shape[0]
     table_G4 = torch.empty(groups, 4, dtype=torch.int32, device=ends_G.device)
     tile: dict[str, Any] = {"BG": next_power_of_2(groups)}
     if groups:

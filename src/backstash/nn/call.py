@@ -53,6 +53,9 @@ class Call:
 
     def format(self, operand: Operand, phase: Phase) -> Format:
         """The format in which ``operand`` is read in ``phase``."""
+        fixed = self.recipe.fixed_formats
+        if fixed is not None:
+            return fixed[operand]
         return self.recipe.format(Role(operand, phase, self.module, self.name))
 
     def rows(self, operand: Operand, x: Tensor, ends_G: Tensor | None = None) -> Tensor:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
+from backstash.device import capability
 from backstash.formats import (
     Code,
     Float8Block,
@@ -262,20 +263,21 @@ def weight_gradient(
 
 
 def reads_turned(
-    formats: tuple[Format, Format], sizes: tuple[int, int, int], dtype: torch.dtype, ends_G: Tensor
+    formats: tuple[Float8Rowwise, Format],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    ends_G: Tensor,
 ) -> bool:
     """Whether the weight gradient takes columns that are turned as they are quantized.
 
     ``formats`` are those of the output gradient and of the input in backward.
     """
-    if not isinstance(formats[0], Float8Rowwise):
-        return False
     one, other = (format.along(Usage.COLUMNWISE) for format in formats)
     matmul = Matmul(
         product=Product.WEIGHT_GRADIENT,
         formats=(one, other),
         sizes=sizes,
-        groups=len(ends_G),
+        groups=ends_G.shape[0],
         dtype=dtype,
         capability=_capability(ends_G.device),
     )
@@ -299,6 +301,8 @@ def _path(
     *,
     decode_in_matmul: bool,
 ) -> Path:
+    if not any(isinstance(operand, QuantizedTensor | Columns) for operand in both):
+        return Path.VALUES  # nothing to choose, and the table takes longer to ask than to launch
     one, other = (
         _format_along(operand, usage)
         for operand, (_, usage) in zip(both, product.value, strict=True)
@@ -308,17 +312,17 @@ def _path(
             product=product,
             formats=(one, other),
             sizes=sizes,
-            groups=None if ends_G is None else len(ends_G),
+            groups=None if ends_G is None else ends_G.shape[0],
             dtype=dtype,
             capability=_capability(both[0].device),
-            cuda=_cuda_version(),
+            cuda=_CUDA,
             decode_in_matmul=decode_in_matmul,
         )
     )
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return capability(device) if device.type == "cuda" else None
 
 
 def _cuda_version() -> tuple[int, int] | None:
@@ -326,6 +330,9 @@ def _cuda_version() -> tuple[int, int] | None:
         return None
     major, minor = torch.version.cuda.split(".")[:2]
     return int(major), int(minor)
+
+
+_CUDA = _cuda_version()
 
 
 def _format_along(operand: Tensor | Columns, usage: Usage) -> Format | None:

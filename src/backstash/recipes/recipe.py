@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fnmatch
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backstash.errors import RecipeError
@@ -133,6 +134,14 @@ class Recipe:
                 for operand, usage in product.value
             )
             check_product(one, other, product, self.name)
+
+    @functools.cached_property
+    def fixed_formats(self) -> Mapping[Operand, Format] | None:
+        """The format of each operand where it is the same in every role; None where it is not."""
+        decides = (self.choose, self.backward_override, self.keep_high_precision or None)
+        if decides != (None, None, None):
+            return None
+        return {operand: getattr(self, operand.value) for operand in Operand}
 
     def format(self, role: Role) -> Format:
         """The format of a role.
