@@ -23,9 +23,10 @@ from backstash.kernels.sizes import next_power_of_2
 
 
 @triton.jit
-def _table_kernel(
+def write_table(
     p_ends,
     p_table,
+    group,
     groups,
     rows,
     blocks,
@@ -33,8 +34,7 @@ def _table_kernel(
     BG: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program writes the entries of one group; the last, those of the tail."""
-    group = tl.program_id(0)
+    """Write the entries of one group; ``group == groups`` is the tail."""
     i_group = tl.arange(0, BG)
     m_group = i_group < groups
     # Ends are cut at the buffer here: whatever they say, no address leaves it.
@@ -65,6 +65,21 @@ def _table_kernel(
         tl.store(p_entry, first, mask=m_block)
         tl.store(p_entry + 1, tl.minimum(first + B, end), mask=m_block)
         tl.store(p_entry + 2, tl.zeros([CHUNK], tl.int32) + group, mask=m_block)
+
+
+@triton.jit
+def _table_kernel(
+    p_ends,
+    p_table,
+    groups,
+    rows,
+    blocks,
+    B: tl.constexpr,
+    BG: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program writes the entries of one group; the last, those of the tail."""
+    write_table(p_ends, p_table, tl.program_id(0), groups, rows, blocks, B, BG, CHUNK)
 
 
 @triton.jit
@@ -120,7 +135,7 @@ def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
         return None
     blocks = block_count(rows, ends_G, block)
     table_S4 = torch.empty(blocks, 4, dtype=torch.int32, device=ends_G.device)
-    groups = len(ends_G)
+    groups = ends_G.shape[0]
     tile: dict[str, Any] = {"B": block, "BG": next_power_of_2(groups), "CHUNK": 256}
     _table_kernel[(groups + 1,)](ends_G.contiguous(), table_S4, groups, rows, blocks, **tile)
     return table_S4
@@ -128,12 +143,12 @@ def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
 
 def block_count(rows: int, ends_G: Tensor | None, block: int) -> int:
     """How many programs cover the rows of all groups and the tail."""
-    return -(-rows // block) + (0 if ends_G is None else len(ends_G))
+    return -(-rows // block) + (0 if ends_G is None else ends_G.shape[0])
 
 
 def group_number(ends_G: Tensor | None) -> int:
     """How many groups there are; a matrix without groups is one."""
-    return 1 if ends_G is None else len(ends_G)
+    return 1 if ends_G is None else ends_G.shape[0]
 
 
 def unit_columns(x_MK: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from backstash.kernels.blocks import block_count, block_table
 from backstash.kernels.quantized_matmul.places import group_tile, load_codes, row_tile
 from backstash.kernels.reference.float8_mm import Scaled
+from backstash.kernels.sizes import ceil_div
 from backstash.kernels.tiles import groups_by_size
 
 _BM = 128
@@ -123,7 +124,7 @@ def mm_rows(
     (rows, length), (groups, columns, _) = a.codes.shape, b.codes.shape
     out_TC = torch.empty(rows, columns, dtype=dtype, device=a.codes.device)
     tile = _FAST_TILE if fast_accumulation and columns > _TILE["BN"] else _TILE
-    programs = block_count(rows, ends_G, _BM) * triton.cdiv(columns, tile["BN"])
+    programs = block_count(rows, ends_G, _BM) * ceil_div(columns, tile["BN"])
     _rows_kernel[(programs,)](
         a.codes.contiguous(),
         a.scale_inv,
@@ -145,7 +146,7 @@ def mm_columns(dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype)
     """``dy x^T`` over each group's columns: ``(G, N, K)``; zeros for an empty group."""
     (M, padded), columns, groups = dy.codes.shape, len(x.codes), len(padded_ends_G)
     out_GMC = torch.empty(groups, M, columns, dtype=dtype, device=x.codes.device)
-    tiles = groups * triton.cdiv(M, _BM) * triton.cdiv(columns, _TILE["BN"])
+    tiles = groups * ceil_div(M, _BM) * ceil_div(columns, _TILE["BN"])
     _columns_kernel[(tiles,)](
         dy.codes,
         dy.scale_inv,

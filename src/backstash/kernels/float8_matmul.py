@@ -19,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm  # pyright: ignore
 
+from backstash.device import capability
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
 from backstash.kernels.float8_groups import mm_columns, mm_rows
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 try:
     from backstash.kernels.grouped_columns import multiply_scaled_columns
@@ -38,7 +40,8 @@ _WARPS = 8
 
 
 @triton.jit
-def _padded_ends_kernel(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: tl.constexpr):
+def pad_ends(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: tl.constexpr):
+    """Write where each group ends after padding."""
     i_group = tl.arange(0, BG)
     m_group = i_group < groups
     ends = tl.load(p_ends + i_group, mask=m_group, other=0)
@@ -48,6 +51,11 @@ def _padded_ends_kernel(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: 
     units = (tl.maximum(ends - before, 1) + UNIT - 1) // UNIT
     padded = tl.cumsum(tl.where(m_group, units, 0), 0) * UNIT
     tl.store(p_padded + i_group, padded, mask=m_group)
+
+
+@triton.jit
+def _padded_ends_kernel(p_ends, p_padded, groups, rows, UNIT: tl.constexpr, BG: tl.constexpr):
+    pad_ends(p_ends, p_padded, groups, rows, UNIT, BG)
 
 
 @triton.jit
@@ -192,7 +200,7 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     padded_G = write_padded_ends(ends_G, rows)
     turned_KP = new_bytes(columns, padded_columns(rows, groups), like=codes_TK)
     blocks = block_count(rows, ends_G, _TILE)
-    programs = (blocks + groups) * triton.cdiv(columns, _TILE)
+    programs = (blocks + groups) * ceil_div(columns, _TILE)
     tile: dict[str, Any] = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
     if programs:
         _transpose_groups_kernel[(programs,)](
@@ -216,14 +224,14 @@ def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:
     """Where each group ends after padding: int32, at least one unit for each."""
     groups = len(ends_G)
     padded_G = torch.empty(groups, dtype=torch.int32, device=ends_G.device)
-    tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": triton.next_power_of_2(groups)}
+    tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": next_power_of_2(groups)}
     _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
     return padded_G
 
 
 def _is_for_hopper(codes: Tensor) -> bool:
     """Say if the kernels for Hopper multiply groups of these codes."""
-    return _HAS_GLUON and torch.cuda.get_device_capability(codes.device)[0] == _HOPPER
+    return _HAS_GLUON and capability(codes.device)[0] == _HOPPER
 
 
 def _rows(operand: Scaled) -> Tensor:

@@ -5,27 +5,67 @@ tile at a time; the second casts a tile twice and writes it once as it lies and 
 Quantizing rows, quantizing columns and turning them one after the other would read the values
 three times and the codes of the columns once more.
 
+Rows that a map names are read once for each of their copies.  A few columns of all of them fit
+into the cache, so both readings go over them a strip of columns at a time.
+
 Letters: T rows of the buffer, K columns, G groups, P columns with padding.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes, unit_columns
-from backstash.kernels.cast.scaled import scale_from_amax
-from backstash.kernels.float8_matmul import turned_places, write_padded_ends, zero_empty_group
+from backstash.kernels.blocks import (
+    block_count,
+    locate_block,
+    new_bytes,
+    unit_columns,
+    write_table,
+)
+from backstash.kernels.cast.scaled import fill_scales
+from backstash.kernels.cast.scales import Scaling, scaling_of
+from backstash.kernels.float8_matmul import pad_ends, turned_places, zero_empty_group
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _ROWS = 128
 _AMAX_TILE: dict[str, Any] = {"B": _ROWS, "BR": 16, "BK": 128, "num_warps": 2}
 _TILE: dict[str, Any] = {"B": _ROWS, "BK": 128, "UNIT": FLOAT8_UNIT, "num_warps": 8}
+# Numbers that a program of the first launch sets to zero.
+_ZEROS = 4096
+
+
+@triton.jit
+def _prepare_kernel(
+    p_ends,
+    p_table,
+    p_padded,
+    p_zeros,
+    groups,
+    rows,
+    blocks,
+    count,
+    B: tl.constexpr,
+    UNIT: tl.constexpr,
+    BG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The table of blocks, the ends after padding, and zeros for largest magnitudes."""
+    i_program = tl.program_id(0)
+    if i_program <= groups:
+        write_table(p_ends, p_table, i_program, groups, rows, blocks, B, BG, CHUNK)
+        if i_program == groups:
+            pad_ends(p_ends, p_padded, groups, rows, UNIT, BG)
+    else:
+        i_zero = (i_program - groups - 1) * ZEROS + tl.arange(0, ZEROS)
+        tl.store(p_zeros + i_zero, tl.zeros([ZEROS], tl.int32), mask=i_zero < count)
 
 
 @triton.jit
@@ -39,6 +79,16 @@ def _sources(p_source, i_row, m_row):
 
 
 @triton.jit
+def _place(p_source, blocks, chunks):
+    """The block of rows and the columns of a program: strip after strip with a map."""
+    if p_source is None:
+        i_block, i_chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    else:
+        i_block, i_chunk = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    return i_block, i_chunk
+
+
+@triton.jit
 def _amax_kernel(
     p_x,
     p_source,
@@ -49,13 +99,14 @@ def _amax_kernel(
     rows,
     columns,
     row_stride,
+    blocks,
     B: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
 ):
-    chunks = tl.cdiv(columns, BK)
-    i_column = (tl.program_id(0) % chunks) * BK + tl.arange(0, BK)
-    first, end, group = locate_block(p_table, rows, tl.program_id(0) // chunks, B)
+    i_block, i_chunk = _place(p_source, blocks, tl.cdiv(columns, BK))
+    i_column = i_chunk * BK + tl.arange(0, BK)
+    first, end, group = locate_block(p_table, rows, i_block, B)
     if group < groups:
         largest = tl.zeros([BR, BK], tl.float32)
         for i in tl.static_range(0, B, BR):  # pyright: ignore[reportGeneralTypeIssues]
@@ -90,16 +141,15 @@ def _quantize_kernel(
     rows,
     columns,
     row_stride,
-    turned_stride,
     blocks,
+    turned_stride,
     B: tl.constexpr,
     BK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """A tile of one group's rows; after all tiles, the unit of zeros of each empty group."""
-    chunks = tl.cdiv(columns, BK)
-    i_block = tl.program_id(0) // chunks
-    i_column = ((tl.program_id(0) % chunks) * BK + tl.arange(0, BK)).to(tl.int64)
+    i_block, i_chunk = _place(p_source, blocks + groups, tl.cdiv(columns, BK))
+    i_column = (i_chunk * BK + tl.arange(0, BK)).to(tl.int64)
     m_column = i_column < columns
     if i_block < blocks:
         first, end, group = locate_block(p_table, rows, i_block, B)
@@ -136,6 +186,37 @@ def _quantize_kernel(
         )
 
 
+class Prepared(NamedTuple):
+    """What the launches over groups of rows share.
+
+    The table of blocks of 128 rows, how many these are, the ends after padding, and zeros.
+    """
+
+    table: Tensor
+    blocks: int
+    padded_ends_G: Tensor
+    zeros: Tensor
+
+
+def prepare(ends_G: Tensor, rows: int, zeros: int) -> Prepared:
+    """Write all of it in one launch; ``ends_G`` is int32, its numbers side by side."""
+    groups, blocks = len(ends_G), block_count(rows, ends_G, _ROWS)
+    new: dict[str, Any] = {"dtype": torch.int32, "device": ends_G.device}
+    table_S4 = torch.empty(blocks, 4, **new)
+    padded_G, zeros_N = torch.empty(groups, **new), torch.empty(zeros, **new)
+    tile: dict[str, Any] = {
+        "B": _ROWS,
+        "UNIT": FLOAT8_UNIT,
+        "BG": next_power_of_2(groups),
+        "CHUNK": 256,
+        "ZEROS": _ZEROS,
+    }
+    _prepare_kernel[(groups + 1 + ceil_div(zeros, _ZEROS),)](
+        ends_G, table_S4, padded_G, zeros_N, groups, rows, blocks, zeros, **tile
+    )
+    return Prepared(table_S4, blocks, padded_G, zeros_N)
+
+
 def quantize_float8_turned(
     x_TK: Tensor,
     code_dtype: torch.dtype,
@@ -146,8 +227,8 @@ def quantize_float8_turned(
     power_of_two: bool = False,
 ) -> Turned:
     """The columns of ``quantize_float8_columns``, turned; rows are those that a map names."""
-    options = {"epsilon": epsilon, "power_of_two": power_of_two}
-    return _quantize((unit_columns(x_TK), source_T), code_dtype, ends_G, None, options)
+    scaling = scaling_of(code_dtype, epsilon, power_of_two=power_of_two)
+    return _quantize((unit_columns(x_TK), source_T), code_dtype, ends_G, None, scaling)[1]
 
 
 def quantize_float8_rows_and_turned(
@@ -160,59 +241,56 @@ def quantize_float8_rows_and_turned(
 ) -> tuple[tuple[Tensor, Tensor], Turned]:
     """The rows of ``quantize_float8_rows`` and the columns of :func:`quantize_float8_turned`."""
     codes_TK = new_bytes(*x_TK.shape, like=x_TK)
-    scale_inv_T1 = torch.empty(len(x_TK), 1, dtype=torch.float32, device=x_TK.device)
-    options = {"epsilon": epsilon, "power_of_two": power_of_two}
-    rows = codes_TK.view(code_dtype), scale_inv_T1
-    return (codes_TK, scale_inv_T1), _quantize(
-        (unit_columns(x_TK), None), code_dtype, ends_G, rows, options
-    )
+    scaling = scaling_of(code_dtype, epsilon, power_of_two=power_of_two)
+    x = unit_columns(x_TK), None
+    scale_inv_T, turned = _quantize(x, code_dtype, ends_G, codes_TK, scaling)
+    return (codes_TK, scale_inv_T.unsqueeze(1)), turned
 
 
 def _quantize(
     x: tuple[Tensor, Tensor | None],
     code_dtype: torch.dtype,
     ends_G: Tensor,
-    into_rows: tuple[Tensor, Tensor] | None,
-    options: dict[str, Any],
-) -> Turned:
-    """Turned columns, and codes and inverse scales of rows into what is given for them."""
+    codes_TK: Tensor | None,
+    scaling: Scaling,
+) -> tuple[Tensor, Turned]:
+    """Inverse scales of rows and turned columns; the codes of rows into what is given for them.
+
+    Without ``codes_TK`` rows have no scales.
+    """
     x_TK, source_T = x
     (rows, columns), groups = x_TK.shape, len(ends_G)
     if source_T is not None:
         rows, source_T = len(source_T), source_T.contiguous()
     ends_G = ends_G.int().contiguous()
-    padded_G = write_padded_ends(ends_G, rows)
-    amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_TK.device)
-    amax_T1 = None
-    if into_rows is not None:
-        amax_T1 = torch.zeros(rows, 1, dtype=torch.int32, device=x_TK.device)
-    blocks, table = block_count(rows, ends_G, _ROWS), block_table(ends_G, rows, _ROWS)
-    sizes = groups, rows, columns, x_TK.stride(0)
-    programs = blocks * triton.cdiv(columns, _AMAX_TILE["BK"])
+    scaled_rows = 0 if codes_TK is None else rows
+    # Scales of rows and of columns in one buffer, both at an address of whole 16 bytes.
+    start = -(-scaled_rows // 4) * 4
+    table, blocks, padded_G, amax = prepare(ends_G, rows, start + groups * columns)
+    sizes = groups, rows, columns, x_TK.stride(0), blocks
+    programs = blocks * ceil_div(columns, _AMAX_TILE["BK"])
     if programs:
-        _amax_kernel[(programs,)](x_TK, source_T, amax_GK, amax_T1, table, *sizes, **_AMAX_TILE)
-    limits = {"largest": torch.finfo(code_dtype).max, **options}
-    scale_GK = scale_from_amax(amax_GK.view(torch.float32), **limits)
-    scale_T1 = None
-    if into_rows is not None and amax_T1 is not None:
-        scale_T1 = scale_from_amax(amax_T1.view(torch.float32), **limits)
-        torch.div(torch.ones_like(scale_T1), scale_T1, out=into_rows[1])
+        amax_T = amax if scaled_rows else None
+        _amax_kernel[(programs,)](x_TK, source_T, amax[start:], amax_T, table, *sizes, **_AMAX_TILE)
+    amax = amax.view(torch.float32)
+    scale_inv = torch.empty_like(amax)
+    scale = fill_scales(amax, scaling, scale_inv)
     turned_KP = new_bytes(columns, padded_columns(rows, groups), like=x_TK).view(code_dtype)
-    programs = (blocks + groups) * triton.cdiv(columns, _TILE["BK"])
+    programs = (blocks + groups) * ceil_div(columns, _TILE["BK"])
     if programs:
         _quantize_kernel[(programs,)](
             x_TK,
             source_T,
-            scale_GK,
-            scale_T1,
+            scale[start:],
+            scale if scaled_rows else None,
             turned_KP,
-            None if into_rows is None else into_rows[0],
+            None if codes_TK is None else codes_TK.view(code_dtype),
             ends_G,
             padded_G,
             table,
             *sizes,
             turned_KP.stride(0),
-            blocks,
             **_TILE,
         )
-    return Turned(turned_KP, torch.ones_like(scale_GK) / scale_GK, padded_G)
+    scale_inv_GK = scale_inv[start:].view(groups, columns)
+    return scale_inv[:scaled_rows], Turned(turned_KP, scale_inv_GK, padded_G)

@@ -18,6 +18,7 @@ from torch import Tensor
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.cast.scales import Scaling, scale_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 #: The longest line that fits the registers of a program.
 LONGEST_LINE = 16384
@@ -81,7 +82,7 @@ def quantize_lines(
 
 def line_amax(x_MK: Tensor, length: int) -> Tensor:
     """The largest magnitude of each line, float32 ``(M, C)``; NaN is ignored."""
-    shape = len(x_MK), triton.cdiv(x_MK.shape[1], length)
+    shape = len(x_MK), ceil_div(x_MK.shape[1], length)
     amax_MC = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
     _over_lines(x_MK, length, None, amax_MC, (1.0, 0.0, FLOAT32_MAX, None), None)
     return amax_MC
@@ -98,12 +99,12 @@ def _over_lines(
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     lines = result_MC.shape[1]
-    L = triton.next_power_of_2(length)
-    BC = min(_MOST_LINES, triton.next_power_of_2(max(1, lines)))
+    L = next_power_of_2(length)
+    BC = min(_MOST_LINES, next_power_of_2(max(1, lines)))
     B = max(1, _TILE // (BC * L)) if lines > 1 or L < _TILE // 4 else 1
     warps = min(16, max(1, B * BC * L // (32 * _VALUES)))
     tile: dict[str, Any] = {"B": B, "BC": BC, "L": L, "num_warps": warps}
-    programs = triton.cdiv(rows, B) * triton.cdiv(lines, BC)
+    programs = ceil_div(rows, B) * ceil_div(lines, BC)
     if programs:
         _quantize_lines_kernel[(programs,)](
             x_MK,

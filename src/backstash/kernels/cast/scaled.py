@@ -29,6 +29,7 @@ from backstash.kernels.cast.pairs import are_words, larger_pair, magnitudes
 from backstash.kernels.cast.scales import Scaling, scale_of
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 # Values of a program that multiplies, and the most of its rows and columns.
 _VALUES, _ROWS, _COLUMNS = 4096, 64, 512
@@ -191,7 +192,7 @@ def _over_tiles(
     x_MK = x_MK.view(torch.int32) if is_pairs else x_MK
     rows, columns = x_MK.shape
     groups = group_number(ends_G)
-    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(columns, tile["BK"])
+    programs = ceil_div(rows, tile["B"]) * ceil_div(columns, tile["BK"])
     if programs:
         kernel[(programs,)](
             x_MK,
@@ -202,7 +203,7 @@ def _over_tiles(
             rows,
             columns,
             x_MK.stride(0),
-            BG=triton.next_power_of_2(groups),
+            BG=next_power_of_2(groups),
             PAIRS=is_pairs,
             **tile,
         )
@@ -260,7 +261,7 @@ def fill_scales(
     scale, count = torch.empty_like(amax), amax.numel()
     if count:
         tile: dict[str, Any] = {"BLOCK": 256}
-        _scale_kernel[(triton.cdiv(count, 256),)](
+        _scale_kernel[(ceil_div(count, 256),)](
             amax, scale, scale_inv, noop, count, *scaling, **tile
         )
     return scale
@@ -366,13 +367,13 @@ def _multiply(
 ) -> None:
     rows, columns = from_MK.shape
     groups = group_number(ends_G)
-    BK = min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
+    BK = min(_COLUMNS, max(16, next_power_of_2(columns)))
     tile: dict[str, Any] = {
         "B": min(_ROWS, _VALUES // BK),
         "BK": BK,
-        "BG": min(_GROUPS, triton.next_power_of_2(groups)),
+        "BG": min(_GROUPS, next_power_of_2(groups)),
     }
-    programs = triton.cdiv(rows, tile["B"]) * triton.cdiv(columns, BK)
+    programs = ceil_div(rows, tile["B"]) * ceil_div(columns, BK)
     per_column = scale.ndim == 2 and scale.shape[1] > 1
     per_row = ends_G is None and scale.ndim == 2 and scale.shape[0] > 1
     if programs:
