@@ -3,7 +3,8 @@
 To start a process costs seconds, so the four of a session stay and each test sends them a
 function.  A check of two or three ranks runs on the first of them, in a group of its own.
 Nothing hangs: a collective gives up after ``COLLECTIVE_S``, and processes that have not
-answered after ``ANSWER_S`` are killed and started anew for the next test.
+answered after ``ANSWER_S``, or ``REST_S`` after one of them has failed, are killed and started
+anew for the next test.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ import torch.multiprocessing as mp
 WORLD = 4
 COLLECTIVE_S = 20
 ANSWER_S = 90
+#: Those that wait for one that has failed would wait for all of ``COLLECTIVE_S``; in this time
+#: those answer that have failed themselves.
+REST_S = 1
 
 
 class Ranks:
@@ -43,7 +48,7 @@ class Ranks:
             self._start()
         for pipe in self._pipes[:size]:
             pipe.send((check, args, size))
-        answers = [self._answer(pipe) for pipe in self._pipes[:size]]
+        answers = self._answers(self._pipes[:size])
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.stop()
@@ -70,11 +75,26 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
+    def _answers(self, pipes: list[Connection]) -> list[tuple[bool, Any]]:
+        """Whether each process came to its end, and what it gave or how it failed."""
+        answers: dict[Connection, tuple[bool, Any]] = {}
+        seconds: float = ANSWER_S
+        until = time.monotonic() + seconds
+        while len(answers) < len(pipes):
+            left = [pipe for pipe in pipes if pipe not in answers]
+            came = wait(left, until - time.monotonic())
+            if not came:
+                answers |= dict.fromkeys(left, (False, f"no answer within {seconds:g} seconds"))
+            for pipe in came:
+                answers[pipe] = self._answer(pipe)  # pyright: ignore[reportArgumentType]
+            if seconds > REST_S and not all(ok for ok, _ in answers.values()):
+                seconds = REST_S
+                until = time.monotonic() + seconds
+        return [answers[pipe] for pipe in pipes]
+
     def _answer(self, pipe: Connection) -> tuple[bool, Any]:
         try:
-            if pipe.poll(ANSWER_S):
-                return pipe.recv()
-            return False, f"no answer within {ANSWER_S} seconds"
+            return pipe.recv()
         except EOFError:
             return False, "the process has gone"
 
