@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 import backstash as bs
@@ -16,6 +26,15 @@ from backstash.stash import Policy, Stash
 from stash_cases import assert_nothing_is_held, pool
 
 PAGE = 32
+MOST = 12
+
+#: Capacity, width and valid rows of each buffer of a node.
+Shapes = list[tuple[int, int, int]]
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 7, 16, 33]), st.integers(0, 41)),
+    min_size=1,
+    max_size=MOST,
+)
 
 
 class Given:
@@ -33,57 +52,72 @@ class Given:
 
 
 class Stashing(RuleBasedStateMachine):
-    """Nodes with one to twelve buffers come, are asked for in any order, and go."""
+    """Nodes with one to twelve buffers come, are asked for in any order, and go in any."""
 
     values = Bundle("values")
 
     @initialize(
-        pages=st.integers(0, 60),
-        host_pages=st.integers(0, 60),
+        pages=st.integers(0, 60) | st.integers(100, 1000),
+        host_pages=st.integers(0, 60) | st.integers(100, 1000),
         policy=st.sampled_from(Policy),
         ahead=st.integers(0, 2),
     )
     def build(self, pages: int, host_pages: int, policy: Policy, ahead: int) -> None:
         memory = pool(pages, host_pages, page_bytes=PAGE)
         self.stash = Stash(memory, policy=policy, ahead=ahead)
+        self.given: list[Given] = []
         self.seed = 0
         self.free_at_most = pages + host_pages
 
-    def buffer(self, capacity: int, width: int) -> Tensor:
-        self.seed += 1
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(0, 255, (capacity, width), dtype=torch.uint8, generator=generator)
+    def buffers(self, shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
+        """Marked buffers of bytes, each with the number of its valid rows."""
+        new = []
+        for capacity, width, count in shapes:
+            self.seed += 1
+            generator = torch.Generator().manual_seed(self.seed)
+            tensor = torch.randint(
+                0, 255, (capacity, width), dtype=torch.uint8, generator=generator
+            )
+            new.append((tensor, torch.tensor([count])))
+            bs.mark_grouped_tensor(*new[-1])
+        return new
 
-    @rule(
-        target=values,
-        shapes=st.lists(
-            st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 7, 16, 33]), st.integers(0, 41)),
-            min_size=1,
-            max_size=12,
-        ),
-        announced=st.booleans(),
-        saved=st.integers(0, 12),
-    )
-    def save(self, shapes: list[tuple[int, int, int]], announced: bool, saved: int) -> Any:
-        tensors = [self.buffer(capacity, width) for capacity, width, _ in shapes]
-        rows = [torch.tensor([count]) for _, _, count in shapes]
-        for tensor, count in zip(tensors, rows, strict=True):
-            bs.mark_grouped_tensor(tensor, count)
-        if announced:
-            self.stash.expect(tensors)
-        # A node may not save all that it announced.
+    def save(self, buffers: list[tuple[Tensor, Tensor]], shapes: Shapes) -> Any:
+        """What a node saves of its buffers, one after the other."""
         given = [
-            Given(tensor, shape[2], self.stash.pack(tensor, count))
-            for tensor, count, shape in list(zip(tensors, rows, shapes, strict=True))[: saved + 1]
+            Given(tensor, count, self.stash.pack(tensor, rows))
+            for (tensor, rows), (_, _, count) in zip(buffers, shapes, strict=False)
         ]
+        self.given += given
         return multiple(*given)
+
+    @rule(target=values, shapes=SHAPES)
+    def save_alone(self, shapes: Shapes) -> Any:
+        """A node that announces nothing: each buffer is a batch of its own."""
+        return self.save(self.buffers(shapes), shapes)
+
+    @rule(target=values, shapes=SHAPES, saved=st.integers(1, MOST))
+    def save_together(self, shapes: Shapes, saved: int) -> Any:
+        """A node may not save all that it announced."""
+        buffers = self.buffers(shapes)
+        self.stash.expect([tensor for tensor, _ in buffers])
+        return self.save(buffers[:saved], shapes)
+
+    @rule(target=values, shapes=SHAPES)
+    def multiply_and_save(self, shapes: Shapes) -> Any:
+        """Such buffers may stay where they are, or leave with the next matmuls."""
+        buffers = self.buffers(shapes)
+        self.stash.multiply()
+        self.stash.expect([tensor for tensor, _ in buffers])
+        return self.save(buffers, shapes)
 
     @rule(target=values, value=values, count=st.integers(0, 41))
     def save_again(self, value: Given, count: int) -> Given:
         """Another node has the same buffer, with a valid length of its own."""
         rows = torch.tensor([count])
         bs.mark_grouped_tensor(value.value, rows)
-        return Given(value.value, count, self.stash.pack(value.value, rows))
+        self.given.append(Given(value.value, count, self.stash.pack(value.value, rows)))
+        return self.given[-1]
 
     @rule(value=values)
     def restore(self, value: Given) -> None:
@@ -93,6 +127,14 @@ class Stashing(RuleBasedStateMachine):
     def drop(self, value: Given) -> None:
         value.check(self.stash)
         value.handle = None
+
+    @rule(all_of_it=st.booleans())
+    def run_backward(self, all_of_it: bool) -> None:
+        """The newest is asked for first, and goes; the next round begins when all have gone."""
+        while self.given and (all_of_it or len(self.given) > 4):
+            last = self.given.pop()
+            last.check(self.stash)
+            last.handle = None
 
     @rule(tensor=st.integers(0, 3))
     def offer_something_else(self, tensor: int) -> None:
@@ -116,14 +158,33 @@ class Stashing(RuleBasedStateMachine):
             self.names_to_values[name.name].check(self.stash)
             self.names_to_values[name.name].handle = None
         self.stash.settle()
-        gc.collect()
         assert_nothing_is_held(self.stash)
 
 
-TestStashing = Stashing.TestCase
-TestStashing.settings = settings(
+FEW = settings(
     max_examples=15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+TestStashing = Stashing.TestCase
+TestStashing.settings = FEW
+
+
+@pytest.fixture
+def young_memory() -> Iterator[None]:
+    """Every program ends in a collection, which need not look at what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("young_memory")
+@pytest.mark.parametrize("first", range(20))
+def test_ten_thousand_programs(first: int) -> None:
+    """The same ones every time: 500 from each of twenty seeds."""
+    many = settings(FEW, max_examples=500, database=None, print_blob=True)
+    run_state_machine_as_test(seed(first)(Stashing), settings=many)
