@@ -210,11 +210,16 @@ def _are_numbers(keep: Any) -> bool:
 
 
 def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:
-    """The place of each expert in ``keep``; for others a number past the last, who is nobody."""
-    number_TK = torch.full_like(expert_TK, len(keep))
+    """The place of each expert in ``keep``; for others a number that is no place: nobody."""
     # Neighbours that stay neighbours move by the same amount, so a range is one step.
-    for shift, run in itertools.groupby(enumerate(keep), lambda pair: pair[1] - pair[0]):
-        experts = [expert for _, expert in run]
+    by_shift = itertools.groupby(enumerate(keep), lambda pair: pair[1] - pair[0])
+    runs = [(shift, [expert for _, expert in run]) for shift, run in by_shift]
+    if len(runs) == 1:
+        # The others move as far, to before the first place or past the last.
+        shift, _ = runs[0]
+        return expert_TK - shift if shift else expert_TK
+    number_TK = torch.full_like(expert_TK, len(keep))
+    for shift, experts in runs:
         is_in_TK = (expert_TK >= experts[0]) & (expert_TK <= experts[-1])
         number_TK = torch.where(is_in_TK, expert_TK - shift, number_TK)
     return number_TK

@@ -119,6 +119,8 @@ class MoE(nn.Module):
         """Hang the losses on the weights of the rows, through which every gradient passes."""
         self.last_load = routing.counts_E
         self.last_losses = routing.losses.detach()
+        if routing.losses.balance is None and routing.losses.z is None:
+            return routing
         config, prob_TK = self.router.config, routing.prob_TK
         for loss, weight in (
             (routing.losses.balance, config.aux_loss_weight),

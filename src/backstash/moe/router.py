@@ -31,8 +31,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backstash import kernels
+from backstash.device import capability
 from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.moe.losses import Losses, balance_loss, sum_over_ranks, z_loss
+from backstash.nn.layer import outside_autocast
 from backstash.nn.options import check_flags, check_numbers, check_sizes, placement
 from backstash.recompute import in_checkpoint, remember
 from backstash.saving import differentiable_once, save_for_backward, saved_values
@@ -320,28 +322,27 @@ class _Logits(torch.autograd.Function):
     """
 
     @staticmethod
+    @outside_autocast  # which would turn a float32 matmul into one of its own dtype
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         needs_dx, needs_dweight = ctx.needs_input_grad
         save_for_backward(ctx, x_TH if needs_dweight else None, weight_EH if needs_dx else None)
         wide = torch.float64 if x_TH.dtype is torch.float64 else torch.float32
-        # Autocast would turn a float32 matmul into one of its own dtype.
-        with torch.autocast(x_TH.device.type, enabled=False):
-            if _in_matrix_unit(x_TH, weight_EH):
-                return torch.mm(x_TH, weight_EH.t(), out_dtype=wide)
-            return x_TH.to(wide) @ weight_EH.to(wide).t()
+        if _in_matrix_unit(x_TH, weight_EH):
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=wide)
+        return x_TH.to(wide) @ weight_EH.to(wide).t()
 
     @staticmethod
     @differentiable_once
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (dlogits_TE,) = grads
         x_TH, weight_EH = saved_values(ctx)
         # Autograd rounds each of the two to its input's dtype.
         wide = dlogits_TE.dtype
-        with torch.autocast(dlogits_TE.device.type, enabled=False):
-            if all(value is None or _in_matrix_unit(value) for value in (x_TH, weight_EH)):
-                return _gradients_of_parts(dlogits_TE, x_TH, weight_EH)
-            dx = None if weight_EH is None else dlogits_TE @ weight_EH.to(wide)
-            dweight = None if x_TH is None else dlogits_TE.t() @ x_TH.to(wide)
+        if all(value is None or _in_matrix_unit(value) for value in (x_TH, weight_EH)):
+            return _gradients_of_parts(dlogits_TE, x_TH, weight_EH)
+        dx = None if weight_EH is None else dlogits_TE @ weight_EH.to(wide)
+        dweight = None if x_TH is None else dlogits_TE.t() @ x_TH.to(wide)
         return dx, dweight
 
 
@@ -349,7 +350,7 @@ def _in_matrix_unit(*values: Tensor) -> bool:
     """Whether the GPU has matrix units for these values: from Ampere on, for bfloat16."""
     if not all(value.is_cuda and value.dtype is torch.bfloat16 for value in values):
         return False
-    return torch.cuda.get_device_capability(values[0].device) >= (8, 0)
+    return capability(values[0].device) >= (8, 0)
 
 
 def _gradients_of_parts(
