@@ -252,4 +252,8 @@ def _frame_of(pair: tuple[Any, Any]) -> _Frame | None:
 
 def _is_weight(tensor: Tensor) -> bool:
     """Weights stay where they are: moving them saves nothing, and they change under us."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+    base = tensor._base
+    # To ask a plain tensor whether it is a parameter takes longer than all else here.
+    if base is not None and isinstance(base, Parameter):
+        return True
+    return type(tensor) is not Tensor and isinstance(tensor, Parameter)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -117,13 +117,9 @@ class PagePool:
         """Pages in host memory."""
         return self.memory.host_pages.numel() // self.page_bytes
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> contextlib.AbstractContextManager[None]:
         """Use the pool alone; what was dropped meanwhile is given back before and after."""
-        with self._lock:
-            self._give_back()
-            yield
-        self.settle()
+        return _Turn(self)
 
     def settle(self) -> None:
         """Give back what was dropped, unless someone is at it already."""
@@ -378,6 +374,31 @@ class PagePool:
             return False
         self.growths += device_size > before
         return True
+
+
+class _Turn(contextlib.AbstractContextManager[None]):
+    """One :meth:`PagePool.turn`; a class, because a layer has many and a generator is slow."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        pool = self._pool
+        pool._lock.acquire()
+        if pool._dropped:
+            try:
+                pool._give_back()
+            except BaseException:
+                pool._lock.release()
+                raise
+
+    def __exit__(self, *exception: object) -> None:
+        pool = self._pool
+        pool._lock.release()
+        if pool._dropped:
+            pool.settle()
 
 
 def _is_captured(held: Launch | Account) -> bool:

@@ -47,6 +47,10 @@ class Content(NamedTuple):
     packed: torch.dtype
     valid: tuple[int, int, int | None] | None
 
+    def in_any(self) -> tuple[Content, ...]:
+        """What a buffer may be a copy of that has all of this: the same, or all rows."""
+        return (self,) if self.valid is None else (self, Content(self.place, self.packed, None))
+
 
 class Region(NamedTuple):
     """The bytes that a saved tensor needs.

@@ -58,6 +58,10 @@ class _Expected(threading.local):
         self.batches: list[Batch] = []
         self.multiplied = False
 
+    def is_empty(self) -> bool:
+        """Is nothing waited for, nor known to be refused?"""
+        return not (self.contents or self.refused)
+
     def pop(self, content: Content) -> Batch | None:
         """The batch that ``content`` was announced for; it is not waited for any more."""
         if content not in self.contents:
@@ -125,15 +129,23 @@ class Stash:
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Learn which tensors one node is about to save, so that one launch takes them all."""
+        offered: list[tuple[Content, Region]] = []
+        for tensor in tensors:
+            rows = valid_rows(tensor)
+            region = self._region(tensor, rows)
+            if region is not None:
+                offered.append((self._content(region, rows), region))
+        expected = self._expected
+        # Most nodes save nothing that is marked.
+        if not offered and expected.is_empty():
+            return
         with self.pool.turn():
             self._forget_expected()
-            new: dict[Content, Region] = {}
-            for tensor in tensors:
-                rows = valid_rows(tensor)
-                region = self._region(tensor, rows)
-                if region is not None and self._known(region, rows) is None:
-                    new[self._content(region, rows)] = region
-            expected = self._expected
+            new = {
+                content: region
+                for content, region in offered
+                if self._known(content, region.version) is None
+            }
             for i in range(0, len(new), MOST_BUFFERS):
                 contents = list(new)[i : i + MOST_BUFFERS]
                 batch = self._admit([new[content] for content in contents])
@@ -153,12 +165,15 @@ class Stash:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
         departures = self._departures
         departures.offers += 1
-        region = self._region(tensor, rows)
         # What is declined must cost next to nothing: most saved tensors are.
+        region = None
+        if rows is not None or self.take is not Take.MARKED:
+            region = self._region(tensor, rows)
         if region is None and departures.offers < departures.next_landing:
             return None
         with self.pool.turn():
-            departures.land(by=departures.offers)
+            if departures.offers >= departures.next_landing:
+                departures.land(by=departures.offers)
             return None if region is None else self._take(region, tensor, rows)
 
     def _region(self, tensor: Tensor, rows: Tensor | None) -> Region | None:
@@ -179,17 +194,17 @@ class Stash:
     def _content(self, region: Region, rows: Tensor | None) -> Content:
         return content_of(region, rows, self._packed(region))
 
-    def _known(self, region: Region, rows: Tensor | None) -> Kept | None:
+    def _known(self, content: Content, version: int | None) -> Kept | None:
         """The same bytes, or more of them, if they have been taken already."""
-        for valid in (rows, None):
-            kept = self._kept.get((self._content(region, valid), region.version))
+        for same in content.in_any():
+            kept = self._kept.get((same, version))
             if kept is not None and not kept.storage.expired():
                 return kept
         return None
 
     def _take(self, region: Region, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         content, expected = self._content(region, rows), self._expected
-        batch, kept = expected.pop(content), self._known(region, rows)
+        batch, kept = expected.pop(content), self._known(content, region.version)
         if kept is not None:
             kept.batch.shared.add(kept.slot)
         else:
@@ -244,6 +259,8 @@ class Stash:
     def _forget_expected(self) -> None:
         """What was announced and never saved is not waited for; what was saved of it goes."""
         expected = self._expected
+        if expected.is_empty():
+            return
         for batch in dict.fromkeys(expected.batches):
             if batch.originals and batch.state is BatchState.OPEN:
                 self._close(batch)
