@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from backstash.device import processor_count
 from backstash.kernels.blocks import block_table
 from backstash.kernels.grouped_rows import TILE, locate_tile, multiply_tiles
+from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import ceil_div
 from backstash.kernels.warpgroups import (
     async_load,
@@ -149,6 +150,9 @@ def _rows_kernel(
     )  # fmt: skip
 
 
+_multiply = Launcher(_rows_kernel)
+
+
 def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     """``y_RC[r] = a_TJ[source_R[r]] @ b_GJC[g(r)]``; zeros in the tail.
 
@@ -159,8 +163,8 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     y_RC = new_aligned((R, C), a_TJ)
     is_rows = b_GJC.stride(1) == 1
-    programs = processor_count(a_TJ.device)
-    _rows_kernel[(programs,)](
+    _multiply(
+        processor_count(a_TJ.device),
         a_TJ,
         source_R.contiguous(),
         a_TJ.stride(0),

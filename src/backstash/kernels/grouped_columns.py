@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backstash.device import processor_count
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.sizes import ceil_div
 from backstash.kernels.tiles import groups_by_size
@@ -274,6 +275,9 @@ def _columns_kernel(
         )  # fmt: skip
 
 
+_multiply = Launcher(_columns_kernel)
+
+
 def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """``dw_GNK[g] = dy[g].T @ x[g]``, zeros for an empty group.
 
@@ -314,10 +318,10 @@ def _launch(
 ) -> None:
     groups, N, K = dw_GNK.shape
     half, columns = TILE["HALF"], TILE["BN"]
-    programs = processor_count(dw_GNK.device)
     is_codes = scales[0] is not None
     *moves, parts = carried_by(is_plain=scales[0] is None)
-    _columns_kernel[(programs,)](
+    _multiply(
+        processor_count(dw_GNK.device),
         *descs,
         matrices(dw_GNK, half, columns // 2),
         table_G4,

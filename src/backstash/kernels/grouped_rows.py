@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from backstash.device import processor_count
 from backstash.kernels.blocks import block_table
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.sizes import ceil_div
 from backstash.kernels.warpgroups import (
@@ -279,6 +280,9 @@ def _rows_kernel(
         )  # fmt: skip
 
 
+_multiply = Launcher(_rows_kernel)
+
+
 def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
     """Multiply each row from the right by its group's matrix; zeros in the tail.
 
@@ -316,9 +320,9 @@ def _launch(
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
     is_rows = b_GJC.stride(1) == 1
     b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
-    programs = processor_count(a_TJ.device)
     *moves, parts = carried_by(is_plain=scales[0] is None)
-    _rows_kernel[(programs,)](
+    _multiply(
+        processor_count(a_TJ.device),
         matrix(a_TJ, half, block),
         b_desc,
         ragged(y_TC, half, columns // 2),
