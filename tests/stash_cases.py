@@ -68,6 +68,14 @@ class Experts(nn.Module):
         return x
 
 
+class Copying:
+    """A stash that gives tensors only, as to a node that cannot read pages."""
+
+    def __init__(self, kept: Stash) -> None:
+        self.pack, self.unpack = kept.pack, kept.unpack
+        self.expect, self.multiply = kept.expect, kept.multiply
+
+
 @dataclasses.dataclass
 class Result:
     """What a step leaves that must be the same, bit for bit."""

@@ -17,6 +17,7 @@ from stash_cases import (
     COUNTS,
     PAGE,
     WIDTH,
+    Copying,
     Experts,
     Result,
     assert_nothing_is_held,
@@ -116,7 +117,7 @@ def test_looking_ahead_changes_nothing_but_the_count(ahead: int) -> None:
     parameters = list(experts.parameters())
     expected = step(experts, parameters)
     for _ in range(3):
-        step(experts, parameters, BALANCED, kept).assert_equal(expected)
+        step(experts, parameters, BALANCED, Copying(kept)).assert_equal(expected)
     assert_nothing_is_held(kept)
     statistics = kept.stats()
     assert statistics.surprises == 0

@@ -20,6 +20,7 @@ from stash_cases import (
     BALANCED,
     CAPACITY,
     WIDTH,
+    Copying,
     Experts,
     assert_nothing_is_held,
     pool,
@@ -267,11 +268,15 @@ MICROBATCHES = {
 }
 
 
-def test_any_order_of_microbatches_gives_the_same_gradients_without_a_schedule() -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
+def test_any_order_of_microbatches_gives_the_same_gradients_without_a_schedule(
+    copies: bool,
+) -> None:
     experts, kept = Experts(2), stash()
+    handler = Copying(kept) if copies else kept
     inputs = [torch.randn(CAPACITY, WIDTH) for _ in range(4)]
 
-    def gradients(order: list[int], *handlers: Stash) -> dict[int, Tensor]:
+    def gradients(order: list[int], *handlers: Any) -> dict[int, Tensor]:
         losses: dict[int, Tensor] = {}
         found = {}
         for turn in order:
@@ -287,13 +292,15 @@ def test_any_order_of_microbatches_gives_the_same_gradients_without_a_schedule()
         return found
 
     for order in MICROBATCHES.values():
-        for batch, gradient in gradients(order, kept).items():
+        for batch, gradient in gradients(order, handler).items():
             assert torch.equal(gradient, gradients([batch, -batch - 1])[batch])
         # Evaluation in between saves nothing and disturbs nothing.
         with torch.no_grad(), bs.saving(kept):
             experts(inputs[0])
         assert_nothing_is_held(kept)
-    assert kept.stats().surprises > 0
+    statistics = kept.stats()
+    assert (statistics.surprises > 0) == copies
+    assert (statistics.in_place > 0) != copies
 
 
 def test_errors_are_raised_and_gradients_right_under_python_O() -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 import backstash as bs
 from backstash import kernels
+from backstash.kernels.reference import activation, paged_rows
 from backstash.kernels.reference.pages import TABLE_HEADER
 from backstash.stash import PagePool, Policy, Stash
 from backstash.stash.streams import OneLane
-from stash_cases import BALANCED, PAGE, Experts, assert_nothing_is_held, scale, step
+from stash_cases import BALANCED, PAGE, Copying, Experts, assert_nothing_is_held, scale, step
 
 Clock = dict[str, int]
 
@@ -112,7 +113,7 @@ class Traced:
         plain = {name: getattr(kernels, name) for name in ("stash_pages", "restore_pages")}
         release, finish = kernels.release_pages, kernels.finish_moves
         self.left: dict[int, Callable[[], None]] = {}
-        self.carried = 0
+        self.carried, self.in_place = 0, 0
 
         def stash_pages(sources: list[Tensor], rows: list[Tensor], *rest: Any, **key: Any) -> None:
             plain["stash_pages"](sources, rows, *rest, **key)
@@ -138,6 +139,16 @@ class Traced:
         monkeypatch.setattr(kernels, "release_pages", release_pages)
         monkeypatch.setattr(kernels, "finish_moves", finish_moves)
         monkeypatch.setattr(self.stash, "multiply", self.multiply)
+        values_of = paged_rows.page_values
+
+        def page_values(paged: kernels.PagedRows) -> Tensor:
+            """What an operation does that reads pages, in the lane in force."""
+            self.touch_pages(paged.table, paged.buffers, "read")
+            self.in_place += 1
+            return values_of(paged)
+
+        for module in (paged_rows, activation):
+            monkeypatch.setattr(module, "page_values", page_values)
 
     def make_or_leave(
         self, buffers: Any, how: str, table: Tensor, launched: int, moves: kernels.Moves | None
@@ -196,22 +207,24 @@ class Traced:
         return tensor
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("pages", [4096, 120])
 @pytest.mark.parametrize("policy", Policy, ids=lambda policy: policy.value)
 def test_every_access_of_a_step_is_ordered(
-    policy: Policy, pages: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, pages: int, ahead: int, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced = Traced(monkeypatch, pages, policy=policy, ahead=ahead)
     monkeypatch.setattr(traced.stash, "unpack", traced.read)
     experts = Experts(4)
     parameters = list(experts.parameters())
     for _ in range(2):
-        step(experts, parameters, BALANCED, traced.stash)
+        step(experts, parameters, BALANCED, Copying(traced.stash) if copies else traced.stash)
     gc.collect()
     assert traced.lanes.broken == []
     assert traced.stash.stats().batches > 0
     assert traced.carried > 0
+    assert (traced.in_place > 0) != copies
     assert traced.left == {}
     assert_nothing_is_held(traced.stash)
 
@@ -263,6 +276,6 @@ def test_the_simulation_notices_a_wait_that_is_left_out(
     monkeypatch.setattr(traced.lanes, method, wait if method == "wait" else lane)
     experts = Experts(4)
     for _ in range(2):
-        step(experts, list(experts.parameters()), BALANCED, traced.stash)
+        step(experts, list(experts.parameters()), BALANCED, Copying(traced.stash))
     gc.collect()
     assert traced.lanes.broken != []

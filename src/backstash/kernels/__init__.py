@@ -11,6 +11,7 @@ from backstash.kernels.reference.activation import (
     ActivationGradients,
     activate,
     activate_backward,
+    activates_pages,
 )
 from backstash.kernels.reference.blocks import block_ends, column_amax, row_amax
 from backstash.kernels.reference.cast import (
@@ -94,6 +95,12 @@ from backstash.kernels.reference.nvfp4_columns import (
     NVFP4_BLOCK,
     nvfp4_column_bytes,
     nvfp4_column_ends,
+)
+from backstash.kernels.reference.paged_rows import (
+    PagedRows,
+    grouped_mm_dw_of_pages,
+    multiplies_pages,
+    page_values,
 )
 from backstash.kernels.reference.pages import (
     MOST_BUFFERS,
@@ -215,11 +222,13 @@ __all__ = [
     "Codes",
     "Into",
     "Moves",
+    "PagedRows",
     "PoolState",
     "Scaled",
     "Turned",
     "activate",
     "activate_backward",
+    "activates_pages",
     "add_group_bias",
     "amax",
     "bfloat16_parts",
@@ -252,16 +261,19 @@ __all__ = [
     "group_sum",
     "grouped_mm",
     "grouped_mm_dw",
+    "grouped_mm_dw_of_pages",
     "grouped_mm_dx",
     "hadamard_matrix",
     "layer_norm",
     "layer_norm_backward",
+    "multiplies_pages",
     "mx_block_ends",
     "new_moves",
     "new_pool_state",
     "nvfp4_column_bytes",
     "nvfp4_column_ends",
     "page_payload",
+    "page_values",
     "permute",
     "quantize_block_both",
     "quantize_block_columns",

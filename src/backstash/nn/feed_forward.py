@@ -24,6 +24,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError
+from backstash.kernels import PagedRows
 from backstash.nn.call import Kept
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
@@ -59,10 +60,11 @@ class Weights(NamedTuple):
 class Rows(NamedTuple):
     """What belongs to the rows: their routing weights, the ends of their groups, their tokens.
 
+    The routing weights may be in pages in backward, if there is no bias of the output.
     With ``slots_TK``, the rows of each token, gradients of rows are wanted added up.
     """
 
-    prob_T: Tensor | None
+    prob_T: Any
     ends_G: Tensor | None
     slots_TK: Tensor | None = None
 
@@ -129,7 +131,7 @@ class FeedForward:
         self,
         dy_TH: Tensor | Gathered,
         kept_h: Once[Any],
-        read_x: Callable[[], Tensor | Columns | Gathered],
+        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
         parameters: tuple[Weights, Rows],
         wanted: Wanted,
     ) -> tuple[Tensor | None, Tensor | None, Weights]:
@@ -178,8 +180,10 @@ class FeedForward:
         da_TI = self.fc2.input_gradient(dy_rows, self.fc2.weight_columns(full), rows.ends_G)
         # What is not read again makes room: the activation takes the place of its gradient, and
         # the gradient of h that of h.
-        dh_TF = h_TF if kept_h.is_alone else h_TF.new_empty(h_TF.shape)
-        dprob_T = None if prob_T is None else prob_T.new_zeros(prob_T.shape)
+        dh_TF = h_TF if kept_h.is_alone else da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)
+        dprob_T = None
+        if prob_T is not None:
+            dprob_T = da_TI.new_zeros(prob_T.shape, dtype=prob_T.dtype)
         a_TI = da_TI if wanted.weights.fc2_weight else None
         into = kernels.ActivationGradients(dh_TF, dprob_T, a_TI)
         kernels.activate_backward(da_TI, h_TF, prob_T, self.activation, into)

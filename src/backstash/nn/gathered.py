@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
+from backstash.kernels import PagedRows
 
 # The most bytes of rows that are there at a time; each piece reads the other operand again.
 _PIECE_BYTES = 2**29
@@ -52,8 +53,15 @@ def matrix(x: Tensor | Gathered) -> Tensor:
     return x.matrix() if isinstance(x, Gathered) else x
 
 
-def weight_gradient(dy_RN: Tensor | Gathered, x_RK: Tensor | Gathered, ends_G: Tensor) -> Tensor:
-    """``dy^T x`` of each group ``(G, N, K)``, from plain values of which one side is gathered."""
+def weight_gradient(
+    dy_RN: Tensor | Gathered, x_RK: Tensor | Gathered | PagedRows, ends_G: Tensor
+) -> Tensor:
+    """``dy^T x`` of each group ``(G, N, K)``, from plain values.
+
+    Of one side rows are gathered, or those of ``x`` are in pages.
+    """
+    if isinstance(x_RK, PagedRows):
+        return kernels.grouped_mm_dw_of_pages(matrix(dy_RN), x_RK, ends_G)
     if isinstance(dy_RN, Gathered):
         values_TN, source_R = dy_RN.values_TH, dy_RN.source_R
         return kernels.gathered_mm_dw_of_output(values_TN, matrix(x_RK), ends_G, source_R)

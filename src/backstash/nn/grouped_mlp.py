@@ -12,6 +12,7 @@ features, F columns of the pre-activation, I columns of the activation, G groups
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from backstash.kernels import PagedRows
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.feed_forward import (
     FeedForward,
@@ -37,7 +39,13 @@ from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import differentiable_once, is_hooked, save_for_backward, taken_values
+from backstash.saving import (
+    Fits,
+    differentiable_once,
+    is_hooked,
+    save_for_backward,
+    taken_values,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,9 @@ class Plan:
 
     feed_forward: FeedForward
     keep: Keep
+    is_gathered: bool
     is_combined: bool
+    has_output_bias: bool
     is_hooked: bool
 
     def wanted(self, needed: tuple[bool, ...]) -> Wanted:
@@ -54,6 +64,22 @@ class Plan:
         if self.keep is Keep.NOTHING:
             return Wanted.nothing()
         return Wanted(needed[0], needed[1], Weights(*needed[2:6]))
+
+    def in_place(self, wanted: Wanted) -> dict[int, Fits]:
+        """Of (input, routing weights, pre-activation), those that may be read in their pages."""
+        fits: dict[int, Fits] = {}
+        if not self.is_hooked or not wanted.h:
+            return fits
+        activates = functools.partial(
+            kernels.activates_pages, activation=self.feed_forward.activation
+        )
+        fits[2] = activates
+        # An output's bias is multiplied by the routing weights as well.
+        if not self.has_output_bias:
+            fits[1] = activates
+        if not self.is_gathered and self.feed_forward.fc1.multiplies_pages:
+            fits[0] = kernels.multiplies_pages
+        return fits
 
 
 class Placement(NamedTuple):
@@ -109,7 +135,8 @@ class _GroupedMLP(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
-        values, is_last = taken_values(ctx)
+        wanted = plan.wanted(ctx.needs_input_grad)
+        values, is_last = taken_values(ctx, plan.in_place(wanted))
         kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = values
         del values
         h = Once(h, is_alone=is_last and not plan.is_hooked)
@@ -119,7 +146,7 @@ class _GroupedMLP(torch.autograd.Function):
         if plan.is_combined and source_R is not None:
             dy_RH = Gathered(dy_RH, source_R)
 
-        def read_x() -> Tensor | Columns | Gathered:
+        def read_x() -> Tensor | Columns | Gathered | PagedRows:
             if source_R is None:
                 return fc1.call.kept_operand(kept)
             return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
@@ -129,7 +156,7 @@ class _GroupedMLP(torch.autograd.Function):
             h,
             read_x,
             (Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G, slots_TK)),
-            plan.wanted(ctx.needs_input_grad),
+            wanted,
         )
         if dx is not None and (slots_TK is None or plan.is_combined):
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
@@ -256,7 +283,17 @@ class GroupedMLP(Layer):
             ends_G,
             None if rows is None else rows.source_R,
             None if rows is None else rows.slots_TK,
-            Plan(feed_forward, self.keep(feed_forward.fc1.call), combined, is_hooked()),
+            self._plan(feed_forward, rows, is_combined=combined),
+        )
+
+    def _plan(self, feed_forward: FeedForward, rows: RowMap | None, *, is_combined: bool) -> Plan:
+        return Plan(
+            feed_forward,
+            self.keep(feed_forward.fc1.call),
+            is_gathered=rows is not None,
+            is_combined=is_combined,
+            has_output_bias=self.fc2_bias is not None,
+            is_hooked=is_hooked(),
         )
 
     def extra_repr(self) -> str:

@@ -28,7 +28,8 @@ from torch.nn import Parameter
 
 from backstash import kernels
 from backstash.errors import ShapeError
-from backstash.formats import HighPrecisionFormat
+from backstash.formats import Float8Rowwise, HighPrecisionFormat
+from backstash.kernels import PagedRows
 from backstash.nn import gathered, product
 from backstash.nn.call import Call
 from backstash.nn.gathered import Gathered, matrix
@@ -102,7 +103,7 @@ class Projection:
         self,
         dy_TN: Tensor,
         weight: Tensor,
-        read_x: Callable[[], Tensor | Columns | Gathered],
+        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
         needs: Needs,
         ends_G: Tensor | None = None,
         slots_TK: Tensor | None = None,
@@ -162,7 +163,7 @@ class Projection:
         self,
         weight: Tensor,
         dy_columns: Tensor | Columns | Gathered | None,
-        read_x: Callable[[], Tensor | Columns | Gathered],
+        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
         ends_G: Tensor | None,
     ) -> Tensor | None:
         """Compute the weight gradient, now or later; returns what autograd receives for it."""
@@ -172,8 +173,8 @@ class Projection:
         def weight_gradient() -> Tensor:
             dy, x = dy_columns, read_x()
             if not isinstance(dy, Columns) and not isinstance(x, Columns):
-                is_gathered = isinstance(dy, Gathered) or isinstance(x, Gathered)
-                if is_gathered and ends_G is not None and _are_plain(self.dtype, dy, x):
+                is_elsewhere = isinstance(dy, Gathered) or isinstance(x, Gathered | PagedRows)
+                if is_elsewhere and ends_G is not None and _are_plain(self.dtype, dy, x):
                     return gathered.weight_gradient(dy, x, ends_G)
             dy = dy.matrix() if isinstance(dy, Gathered) else dy
             x = x.matrix() if isinstance(x, Gathered) else x
@@ -182,6 +183,12 @@ class Projection:
             )
 
         return self.weight_gradient.give(weight, weight_gradient)
+
+    @property
+    def multiplies_pages(self) -> bool:
+        """May :meth:`deliver` read the input in pages: at once, beside a plain gradient?"""
+        format = self.call.format(Operand.GRADIENT, Phase.BACKWARD)
+        return self.weight_gradient.queue is None and isinstance(format, HighPrecisionFormat)
 
     @property
     def _decode_in_matmul(self) -> bool:
@@ -212,10 +219,10 @@ class Projection:
         """Whether the weight gradient follows at once, and reads codes that are turned."""
         if ends_G is None or self.weight_gradient.queue is not None:
             return False
-        one, other = (
-            self.call.format(operand, Phase.BACKWARD)
-            for operand in (Operand.GRADIENT, Operand.INPUT)
-        )
+        one = self.call.format(Operand.GRADIENT, Phase.BACKWARD)
+        if not isinstance(one, Float8Rowwise):
+            return False
+        other = self.call.format(Operand.INPUT, Phase.BACKWARD)
         sizes = dy_TN.shape[0], features, dy_TN.shape[1]
         return product.reads_turned((one, other), sizes, self.dtype, ends_G)
 
@@ -241,10 +248,13 @@ class Projection:
         return read(Operand.WEIGHT, full.flatten(0, 1), ends_G).view(full.shape)
 
 
-def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered) -> bool:
+def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered | PagedRows) -> bool:
     """Whether these are values of the layer's dtype, and no codes."""
-    kinds = (Tensor, Parameter, Gathered)
-    return all(type(one) in kinds and one.dtype == dtype for one in operands)
+    return all(type(one) in _PLAIN and one.dtype == dtype for one in operands)
+
+
+# No subclass: what it multiplies is its own.
+_PLAIN = frozenset((Tensor, Parameter, Gathered, PagedRows))
 
 
 def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:

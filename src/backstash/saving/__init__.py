@@ -1,11 +1,13 @@
 """What backward needs, kept small and given back exactly.
 
 Files: ``records`` takes values apart and puts them together, ``hooks`` is the one pair of
-saved-tensor hooks, ``marks`` knows how much of a buffer is real, ``meter`` counts bytes.
+saved-tensor hooks, ``in_place`` reads what a handler keeps without a copy, ``marks`` knows how much
+of a buffer is real, ``meter`` counts bytes.
 """
 
 from backstash.saving.double import differentiable_once
 from backstash.saving.hooks import Handler, is_hooked, saving
+from backstash.saving.in_place import Fits
 from backstash.saving.marks import mark_grouped_tensor, valid_rows
 from backstash.saving.meter import Meter
 from backstash.saving.records import (
@@ -20,6 +22,7 @@ from backstash.saving.records import (
 )
 
 __all__ = [
+    "Fits",
     "Handler",
     "Meter",
     "Records",

@@ -11,8 +11,9 @@ A handler lives by two methods::
     unpack(handle) -> tensor                # may be asked again for a retained graph
 
 A handle lives exactly as long as autograd holds it; what it holds it frees when it goes.
-A handler may have two more methods, ``expect(tensors)`` and ``multiply()``: see :func:`announce`
-and :func:`announce_product`.
+A handler may have three more methods: ``expect(tensors)``, ``multiply()`` and
+``read(handle, fits)``, see :func:`announce`, :func:`announce_product` and
+:mod:`backstash.saving.in_place`.
 
 ``rows`` is the valid length that was marked for the buffer, see :mod:`backstash.saving.marks`.
 """
@@ -29,8 +30,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
-from backstash.kernels import Moves
+from backstash.kernels import Moves, PagedRows
 from backstash.recompute import top_hooks
+from backstash.saving.in_place import Fits, put_stand_ins, take_stand_ins
 from backstash.saving.marks import spend_mark, valid_rows
 
 _push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
@@ -67,6 +69,13 @@ class _Held(NamedTuple):
     def restore(self) -> Tensor:
         _asked.handler = weakref.ref(self.handler)
         return self.handler.unpack(self.handle)
+
+    def read(self, fits: Fits) -> Tensor | PagedRows:
+        read = getattr(self.handler, "read", None)
+        if read is None:
+            return self.restore()
+        _asked.handler = weakref.ref(self.handler)
+        return read(self.handle, fits)
 
 
 class _Passed(NamedTuple):
@@ -123,7 +132,13 @@ class _Frame:
         return _Original(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
     def unpack(self, packed: Any) -> Tensor:
-        return packed.restore()
+        stand_ins = take_stand_ins()
+        if stand_ins is None:
+            return packed.restore()
+        try:
+            return stand_ins.add(packed) if type(packed) is _Held else packed.restore()
+        finally:
+            put_stand_ins(stand_ins)
 
     def announce(self, tensors: Sequence[Tensor]) -> None:
         for handler in self.handlers if self.active else ():

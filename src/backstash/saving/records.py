@@ -26,7 +26,8 @@ The hooks themselves are in :mod:`backstash.saving.hooks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from backstash.errors import CompileError, ConfigError, DtypeError, NothingSavedError, ShapeError
 from backstash.recompute import top_hooks
 from backstash.saving.hooks import announce, is_saving
+from backstash.saving.in_place import Fits, saved_in_place
 from backstash.saving.marks import forget_marks, mark_once
 from backstash.saving.slots import (
     Again,
@@ -211,7 +213,8 @@ def _prepare_each(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], R
             continue
         first = position_of.setdefault(id(value), position)
         slots.append(packer.slot(value) if first == position else Again(first))
-    return tuple(packer.tensors), OneByOne(slots, len(packer.tensors))
+    records = OneByOne(slots, len(packer.tensors), is_offered=is_saving())
+    return tuple(packer.tensors), records
 
 
 def _prepare_traced(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Records]:
@@ -281,25 +284,39 @@ def saved_values(ctx: Any) -> tuple[Any, ...]:
         NothingSavedError: Nothing was saved with :func:`save_for_backward`.
         ModifiedError: A value kept by reference was changed in place since.
     """
+    return restore_from_saved(_records_of(ctx), ctx.saved_tensors)
+
+
+def _records_of(ctx: Any) -> Records:
     records = getattr(ctx, "tensor_objects", None)
     if records is None:
         raise NothingSavedError(
             "saved_values needs a ctx on which save_for_backward(ctx, ...) was called in forward, "
             "got one without records; call backstash.save_for_backward there, not ctx's own"
         )
-    return restore_from_saved(records, ctx.saved_tensors)
+    return records
 
 
-def taken_values(ctx: Any) -> tuple[tuple[Any, ...], bool]:
+def taken_values(
+    ctx: Any, in_place: Mapping[int, Fits] = MappingProxyType({})
+) -> tuple[tuple[Any, ...], bool]:
     """:func:`saved_values`, and whether autograd has let go of them: the graph is not retained.
 
     Then what is no longer read can go before backward has ended, which is when autograd would
     let go of it; and what no hook has seen either may be written.
 
+    Args:
+        in_place: By position, values that may come back as
+            :class:`~backstash.kernels.PagedRows` where they fit; all others are values.
+
     Raises:
         NothingSavedError, ModifiedError: as :func:`saved_values` does.
     """
-    values = saved_values(ctx)
+    records = _records_of(ctx)
+    places = {records.place_of(position): fits for position, fits in in_place.items()}
+    places.pop(None, None)
+    tensors = saved_in_place(ctx, places) if places else ctx.saved_tensors
+    values = restore_from_saved(records, tensors)
     ctx.maybe_clear_saved_tensors()
     return values, not _keeps_graph()
 

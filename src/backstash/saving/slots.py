@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ModifiedError, ShapeError
+from backstash.kernels import PagedRows
 from backstash.tensors import GroupedTensor
 
 
@@ -34,6 +35,10 @@ class Records(abc.ABC):
     @abc.abstractmethod
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The values, from as many tensors as were saved."""
+
+    def place_of(self, position: int) -> int | None:
+        """The tensor that the value at ``position`` is, if that may come back in pages."""
+        return None
 
 
 class AsGiven(Records):
@@ -109,13 +114,24 @@ _version = operator.attrgetter("_version")
 
 
 class OneByOne(Records):
-    """A slot for each value: an index into the tensors, None, or an object that restores."""
+    """A slot for each value: an index into the tensors, None, or an object that restores.
 
-    __slots__ = ("slots",)
+    ``is_offered`` says that the innermost hooks were those of a ``saving`` context.
+    """
 
-    def __init__(self, slots: list[Any], tensor_count: int) -> None:
+    __slots__ = ("is_offered", "slots")
+
+    def __init__(self, slots: list[Any], tensor_count: int, *, is_offered: bool = False) -> None:
         super().__init__(tensor_count)
         self.slots = slots
+        self.is_offered = is_offered
+
+    def place_of(self, position: int) -> int | None:
+        """The tensor of a plain value, or that of the rows of a ``GroupedTensor``."""
+        slot = self.slots[position]
+        if type(slot) is Grouped:
+            slot = slot.data
+        return slot if self.is_offered and type(slot) is int else None
 
     def restore(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The value."""
@@ -213,7 +229,7 @@ class Wrapper:
 
 
 class Grouped:
-    """A ``GroupedTensor``: its rows and their ends."""
+    """A ``GroupedTensor``: its rows and their ends; rows in pages come back as they are."""
 
     __slots__ = ("data", "ends", "overflow")
 
@@ -222,10 +238,15 @@ class Grouped:
         self.ends = ends
         self.overflow = overflow
 
-    def restore(self, tensors: Sequence[Tensor | None], values: list[Any]) -> GroupedTensor:
+    def restore(
+        self, tensors: Sequence[Tensor | None], values: list[Any]
+    ) -> GroupedTensor | PagedRows:
         """The value."""
+        data = _restore(self.data, tensors, values)
+        if type(data) is PagedRows:
+            return data
         return GroupedTensor.from_parts(
-            _restore(self.data, tensors, values),
+            data,
             _restore(self.ends, tensors, values),
             _restore(self.overflow, tensors, values),
         )

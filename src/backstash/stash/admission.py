@@ -40,17 +40,29 @@ class Policy(enum.Enum):
 
 
 class Account:
-    """What one stash may hold, in pages: its worst case until its receipt has arrived."""
+    """What one stash may hold, in pages: its worst case until its receipt has arrived.
 
-    __slots__ = ("at_most_device", "at_most_total", "event", "is_open", "receipt", "worst")
+    ``is_on_device`` says that there was room on the device for all of it.
+    """
 
-    def __init__(self, worst: int, receipt: int) -> None:
+    __slots__ = (
+        "at_most_device",
+        "at_most_total",
+        "event",
+        "is_on_device",
+        "is_open",
+        "receipt",
+        "worst",
+    )
+
+    def __init__(self, worst: int, receipt: int, *, is_on_device: bool) -> None:
         self.worst = worst
         self.at_most_device = worst
         self.at_most_total = worst
         self.receipt = receipt
         self.event = None
         self.is_open = True
+        self.is_on_device = is_on_device
 
 
 class Ledger:
@@ -87,7 +99,8 @@ class Ledger:
 
     def open(self, worst: int) -> Account:
         """Count a stash of at most ``worst`` pages from now on."""
-        account = Account(worst, self._unused.pop())
+        is_on_device = self.room(worst)
+        account = Account(worst, self._unused.pop(), is_on_device=is_on_device)
         self._device_bound += account.at_most_device
         self._total_bound += account.at_most_total
         return account

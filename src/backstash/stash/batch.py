@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import ConfigError, ModifiedError
-from backstash.kernels import Moves
+from backstash.kernels import Moves, PagedRows
 from backstash.stash.admission import Account
 from backstash.stash.launch import Buffer, Launch
 from backstash.stash.pool import PagePool
@@ -100,6 +100,8 @@ class Batch:
         self.lands_at = math.inf
         # The list of moves that the stream which computes has waited for.
         self._written: Event = None
+        # Where its pages are read: given back, they must not be written before.
+        self._readers: list[Stream] = []
 
     def add(
         self, region: Region, rows: Tensor | None, tensor: Tensor, packed: torch.dtype = torch.uint8
@@ -124,6 +126,10 @@ class Batch:
     def unshared(self) -> list[int]:
         """The slots that one node alone asks for: they are copied back together."""
         return [slot for slot in range(len(self.nbytes)) if slot not in self.shared]
+
+    def is_exact(self, slot: int) -> bool:
+        """Are its bytes those that were saved, and not compressed?"""
+        return self.packed[slot] is torch.uint8
 
     def close(self) -> None:
         """All buffers are there, as soon as what has been launched so far is done."""
@@ -197,6 +203,38 @@ class Batch:
             )
         return self.originals[slot].buffer.data.view(torch.uint8) if self.originals else None
 
+    def in_pages(self, slot: int, view: View) -> PagedRows | None:
+        """Where a slot that was let go lies, if backward may read it there.
+
+        That is on the device, in whole rows, as they were saved.  The pages stay as long as what
+        is returned, and until the stream that computes here has done what was launched by then.
+        """
+        launch, is_whole = self.launch, view.is_all_of(self.nbytes[slot])
+        if launch is None or not (is_whole and self.is_exact(slot) and launch.is_on_device):
+            return None
+        self.finish()
+        streams = self.pool.streams
+        if (here := streams.here()) not in self._readers:
+            streams.wait(launch.done, here)
+            self._readers.append(here)
+        return PagedRows(
+            launch.memory.device_pages,
+            launch.memory.host_pages,
+            launch.table,
+            slot,
+            launch.buffers,
+            self.pool.page_bytes,
+            view.dtype,
+            view.size,
+            holder=self,
+        )
+
+    def forget_copy(self, slot: int) -> None:
+        """A slot that was copied back is read in its pages after all."""
+        if self.restored is not None and slot in self.restored.by_slot:
+            self.pool.streams.wait(self.restored.event, self.restored.stream)
+            del self.restored.by_slot[slot]
+
     def copy_back(self, slots: Sequence[int], *, tail: Tail, ahead: bool) -> Restored:
         """New buffers with the bytes of some slots, inside the pool's turn.
 
@@ -229,6 +267,9 @@ class Batch:
                 streams.wait(self.launch.done, self.stream)
             if self.restored is not None and self.restored.by_slot:
                 streams.wait(self.restored.event, self.restored.stream)
+            for stream in self._readers:
+                with streams.on(stream):
+                    self.launch.reads.append(streams.event())
         self.pool.drop(self.launch)
 
 

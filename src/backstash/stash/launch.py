@@ -34,6 +34,8 @@ class Launch:
         reads: Behind each copy back; pages are given back behind all of them.
         memory: The pool's memory that it lies in.
         moves: What has been left to matmuls, until it is finished.
+        is_on_device: Has it no page in host memory?  So it is where it was admitted with room on
+            the device, and where there is no other memory.
     """
 
     table: Tensor
@@ -44,3 +46,9 @@ class Launch:
     memory: Memory
     reads: list[Event] = dataclasses.field(default_factory=list)
     moves: Moves | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        if self.memory.host_pages.numel() == 0:
+            return True
+        return self.account is not None and self.account.is_on_device

@@ -8,6 +8,7 @@ Whatever has no such run is refused, never half-copied.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,14 @@ class View(NamedTuple):
         values = buffer.view(self.dtype)
         offset = int(values.storage_offset()) + self.offset
         return values.as_strided(self.size, self.stride, offset)
+
+    def is_all_of(self, nbytes: int) -> bool:
+        """Is it so many bytes, row after row?"""
+        return (
+            self.offset == 0
+            and self.size.numel() * self.dtype.itemsize == nbytes
+            and self.stride == contiguous_stride(self.size)
+        )
 
 
 class Place(NamedTuple):
@@ -114,6 +123,11 @@ def content_of(region: Region, rows: Tensor | None, packed: torch.dtype) -> Cont
     if rows is None:
         return Content(region.place, packed, None)
     return Content(region.place, packed, (region.row_bytes, rows.data_ptr(), _version_of(rows)))
+
+
+def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
+    """The strides of a tensor whose rows lie one after another."""
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def _version_of(tensor: Tensor) -> int | None:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from backstash.errors import ConfigError
 from backstash.formats import Format
-from backstash.kernels import MOST_BUFFERS, Moves, PoolState
-from backstash.saving import valid_rows
+from backstash.kernels import MOST_BUFFERS, Moves, PagedRows, PoolState
+from backstash.saving import Fits, valid_rows
 from backstash.stash.admission import Account, Policy
 from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
 from backstash.stash.departures import Departures
@@ -37,6 +37,7 @@ from backstash.stash.foresight import Foresight
 from backstash.stash.packing import check_compression, packed_as
 from backstash.stash.pool import PagePool
 from backstash.stash.region import Content, Region, content_of, region_of
+from backstash.stash.returns import Returns
 from backstash.stash.statistics import Statistics
 
 
@@ -116,14 +117,13 @@ class Stash:
         self._expected = _Expected()
         self._kept: weakref.WeakValueDictionary[tuple[Content, int | None], Kept]
         self._kept = weakref.WeakValueDictionary()
-        self._live: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._departures = Departures(pool, ahead)
         self._foresight = Foresight(ahead)
+        self._returns = Returns(pool, self._departures, self._foresight, tail=tail, ahead=ahead)
+        self._live = self._returns.live
         self._number = 0
         self._unattended = False
-        self._counts = dict.fromkeys(
-            ("kept", "bytes_kept", "waits", "foreseen", "surprises", "untouched"), 0
-        )
+        self._counts = dict.fromkeys(("kept", "bytes_kept", "waits"), 0)
 
     # --- saving -----------------------------------------------------------------------------
 
@@ -266,74 +266,15 @@ class Stash:
                 self._close(batch)
         expected.contents, expected.batches, expected.refused = [], [], set()
 
-    # --- restoring --------------------------------------------------------------------------
+    # --- coming back ------------------------------------------------------------------------
 
     def unpack(self, handle: Saved) -> Tensor:
         """The tensor again, in a buffer of its own unless the original is still there."""
-        kept, view = handle
-        batch = kept.batch
-        with self.pool.turn():
-            # Compressed values come from the pages even where the originals are still there, so
-            # that what backward sees does not depend on when it asks.
-            exact = batch.packed[kept.slot] is torch.uint8
-            is_next = self._foresight.asked(batch.number, newest=self._number - 1)
-            if is_next or not exact:
-                self._departures.land(but=batch if exact else None)
-            buffer = batch.original(kept.slot)
-            if buffer is None:
-                buffer = self._restored(batch, kept.slot)
-            else:
-                self._counts["untouched"] += 1
-            if is_next:
-                self._look_ahead(batch.number)
-        return view.of(buffer)
+        return self._returns.unpack(handle, newest=self._number - 1)
 
-    def _restored(self, batch: Batch, slot: int) -> Tensor:
-        batch.finish()
-        restored = batch.restored
-        if restored is None or slot not in restored.by_slot:
-            self._count_demand(batch)
-            alone = slot in batch.shared
-            slots = [slot] if alone else batch.unshared
-            fresh = batch.copy_back(slots, tail=self.tail, ahead=False)
-            if alone:
-                # Others of the batch may be waiting to be asked for.
-                self.pool.streams.wait(fresh.event, self.pool.streams.here())
-                return fresh.by_slot[slot]
-            batch.restored = restored = fresh
-        elif restored.ahead:
-            restored.ahead = False
-            self._counts["foreseen"] += 1
-        streams = self.pool.streams
-        streams.wait(restored.event, streams.here())
-        buffer = restored.by_slot.pop(slot)
-        streams.lend(buffer, restored.stream)
-        return buffer
-
-    def _count_demand(self, batch: Batch) -> None:
-        others = list(self._live.values())
-        if any(b.restored is not None and b.restored.ahead for b in others if b is not batch):
-            self._counts["surprises"] += 1
-
-    def _look_ahead(self, number: int) -> None:
-        """Copy those back that are expected after ``number``, while its backward runs.
-
-        What still waits and is not among them has to make room for them.
-        """
-        soon = [number]
-        for _ in range(self.ahead):
-            soon.append(self._foresight.after(soon[-1]))
-        self._departures.send_all(but=soon)
-        for number in soon[1:]:
-            batch = self._live.get(number)
-            if batch is not None and batch.state is BatchState.OPEN:
-                continue
-            if batch is None or batch.state is not BatchState.PAGED or batch.changed:
-                return
-            waits = batch.restored is not None and batch.restored.by_slot
-            if batch.unshared and not waits:
-                batch.restored = batch.copy_back(batch.unshared, tail=self.tail, ahead=True)
-                self._departures.carried = weakref.ref(batch)
+    def read(self, handle: Saved, fits: Fits) -> Tensor | PagedRows:
+        """The same for a node that reads its pages where they are, if they fit."""
+        return self._returns.read(handle, fits, newest=self._number - 1)
 
     # --- outside ----------------------------------------------------------------------------
 
@@ -392,4 +333,5 @@ class Stash:
             growths=pool.growths,
             batches=self._departures.sent,
             **self._counts,
+            **self._returns.counts,
         )

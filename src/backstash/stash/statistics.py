@@ -17,13 +17,14 @@ class Statistics:
         demand_high: Most pages that would have been in use had there been room for all.
         batches: Launches that stashed.
         bytes_stashed, bytes_restored: Copied into pages, and back.
+        in_place: Buffers that backward read in their pages, without a copy back.
         pages_spilled: Pages taken in host memory, over all stashes.
         kept: Batches for which there was no room, and whose originals stayed.
         bytes_kept: Their bytes at full capacity.
         waits: Times that the host waited for a receipt.
         foreseen: Batches restored ahead of their use.
         surprises: Batches asked for while another was restored ahead.
-        untouched: Batches read back from their originals, which were still there.
+        untouched: Buffers read back from their originals, which were still there.
         overflows: Launches that found no room and left zeros.
         shortage: Most pages that one of them lacked.
         growths: Times that the pool was made larger.
@@ -47,6 +48,7 @@ class Statistics:
     foreseen: int
     surprises: int
     untouched: int
+    in_place: int
     overflows: int
     shortage: int
     growths: int

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import ConfigError, ShapeError
+from backstash.kernels.reference.paged_rows import PagedRows, page_values
 
 #: Every activation by name, and whether it is gated.
 ACTIVATIONS: Mapping[str, bool] = MappingProxyType(
@@ -67,14 +68,22 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
     return value.to(h_TF.dtype)
 
 
+def activates_pages(paged: PagedRows, activation: str) -> bool:
+    """Does :func:`activate_backward` read this pre-activation, or these weights, where they are?"""
+    return len(paged.shape) in (1, 2) and not paged.device_pages.is_cuda
+
+
 def activate_backward(
     da_TI: Tensor,
-    h_TF: Tensor,
-    prob_T: Tensor | None,
+    h_TF: Tensor | PagedRows,
+    prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
+
+    What lies in pages is read there, if :func:`activates_pages` says so; then gradients of rows
+    that are in no page are not written.
 
     Returns:
         ``dh_TF`` in ``h_TF``'s dtype, and ``dprob_T`` in ``prob_T``'s dtype or ``None``: those
@@ -84,6 +93,8 @@ def activate_backward(
         ConfigError: the activation is not one of :data:`ACTIVATIONS`.
         ShapeError: the shapes do not fit each other.
     """
+    h_TF = page_values(h_TF) if isinstance(h_TF, PagedRows) else h_TF
+    prob_T = page_values(prob_T) if isinstance(prob_T, PagedRows) else prob_T
     check_activation(h_TF, prob_T, activation, da_TI)
     gate, up = _halves(h_TF, activation)
     value, slope = _curve(gate, activation)
