@@ -22,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "errors",
         "device",
+        "opaque",
         "kernels",
         "formats",
         "tensors",

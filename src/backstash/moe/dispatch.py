@@ -33,6 +33,7 @@ from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
+from backstash.opaque import opaque
 from backstash.saving import (
     differentiable_once,
     mark_grouped_tensor,
@@ -155,7 +156,7 @@ class Local:
         return combine_rows(y, sent.buffer.rows, sent.buffer.valid)
 
     # torch.compile cannot trace marks, which belong to storages.
-    @torch.compiler.disable(reason="the buffers of a rank are marked with their valid length")
+    @opaque(reason="the buffers of a rank are marked with their valid length")
     def _fill_buffer(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         keep = self._kept(routing.counts_E.shape[0])
         number_TK = _numbers_among(routing.expert_TK, keep)

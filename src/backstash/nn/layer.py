@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,24 +34,14 @@ from backstash.nn.module import QuantizedModule
 from backstash.nn.options import check_flags
 from backstash.nn.projection import Projection
 from backstash.nn.weight_grad import Delivery, GradientQueue, WeightGradient
+from backstash.opaque import opaque
 from backstash.recipes import Operand, Phase
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def uncompiled(forward: Method) -> Method:
-    """Decorate the forward of a layer, which ``torch.compile`` runs as one opaque piece.
-
-    What a layer does depends on what a tracer does not see: the recipe in force, scales that
-    are learnt, weights that gather themselves.  The pieces before and after it are compiled.
-    Torch repeats the reason given here where ``fullgraph=True`` allows no such piece.
-    """
-    return cast("Method", torch.compiler.disable(forward, reason=_OPAQUE))
-
-
-_OPAQUE = (
-    "a layer of backstash runs as it is between what is compiled before and after it; leave out "
-    "fullgraph=True"
+#: Decorates the forward of a layer.  What a layer does depends on what a tracer does not see: the
+#: recipe in force, scales that are learnt, weights that gather themselves.
+uncompiled = opaque(
+    reason="a layer of backstash runs as it is between what is compiled before and after it; "
+    "leave out fullgraph=True"
 )
 
 

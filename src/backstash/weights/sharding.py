@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from backstash.errors import ConfigError, PeerError
 from backstash.formats import Usage
+from backstash.opaque import opaque
 from backstash.weights.agreement import Agreement, Kind, Pass, Wish
 from backstash.weights.arrivals import Arrivals, add_to_buffers
 from backstash.weights.bundle import Bundle, ask_together
@@ -159,7 +160,7 @@ class Sharding:
     # --- the passes ---------------------------------------------------------------------------
 
     # In a compiled model these two run as they are, as its layers do.
-    @torch.compiler.disable(reason="a tracer follows no collective; leave out fullgraph=True")
+    @opaque(reason="a tracer follows no collective; leave out fullgraph=True")
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if _pass() is Pass.BACKWARD:
             return  # recomputation
@@ -173,7 +174,7 @@ class Sharding:
             self._fail()
         self._begin_pass(Pass.FORWARD)
 
-    @torch.compiler.disable(reason="a tracer follows no collective; leave out fullgraph=True")
+    @opaque(reason="a tracer follows no collective; leave out fullgraph=True")
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _pass() is Pass.BACKWARD or self._late:
             return  # recomputation, or a forward that was refused
