@@ -52,7 +52,7 @@ def opaque(*, reason: str) -> Callable[[Opaque], Opaque]:
         marked: Any = run
         marked._torchdynamo_disable = True
         marked._torchdynamo_disable_msg = reason
-        marked.__code__ = run.__code__.replace(co_filename=_PASSED_OVER)
+        marked.__code__ = marked.__code__.replace(co_filename=_PASSED_OVER)
         return marked
 
     return decorate
