@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstash.errors import DtypeError, ShapeError
-from backstash.nn.group_ends import group_ends
+from backstash.nn.group_ends import AddedUp, group_ends
 
 CPU = torch.device("cpu")
 
@@ -59,3 +59,15 @@ def test_counts_whose_sum_overflows_int32_are_cut_off_too() -> None:
 def test_counts_that_cannot_be_are_refused(m_splits: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         group_ends(m_splits, 3, 10, CPU)
+
+
+def test_what_is_added_up_is_taken_as_it_is() -> None:
+    ends_G = torch.tensor([2, 2, 7], dtype=torch.int32)
+    assert group_ends(AddedUp(ends_G, 9), 3, 9, CPU) is ends_G
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(4, 9), (3, 8)])
+def test_what_is_added_up_for_other_rows_is_refused(groups: int, rows: int) -> None:
+    added_up = AddedUp(torch.tensor([2, 2, 7], dtype=torch.int32), 9)
+    with pytest.raises(ShapeError, match=f"3 groups in 9 rows, and there are {groups} groups"):
+        group_ends(added_up, groups, rows, CPU)

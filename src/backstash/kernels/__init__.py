@@ -65,6 +65,7 @@ from backstash.kernels.reference.gathered_mm import (
     gathered_mm_dw_of_output,
     gathered_mm_dx,
 )
+from backstash.kernels.reference.group_ends import Fitted, fit_groups
 from backstash.kernels.reference.grouped_mm import (
     add_group_bias,
     group_sum,
@@ -153,6 +154,7 @@ dequantize_nvfp4_columns = by_device(dequantize_nvfp4_columns, "nvfp4_values", F
 dequantize_nvfp4_rows = by_device(dequantize_nvfp4_rows, "nvfp4_values", FLOAT8_GPU)
 dequantize_nvfp4_tiles = by_device(dequantize_nvfp4_tiles, "nvfp4_values", FLOAT8_GPU)
 dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
+fit_groups = by_device(fit_groups, "group_ends")
 finish_moves = by_device(finish_moves, "moves")
 float8_grouped_mm = by_device(float8_grouped_mm, "float8_matmul", FLOAT8_GPU)
 float8_grouped_mm_dw = by_device(float8_grouped_mm_dw, "float8_matmul", FLOAT8_GPU)
@@ -220,6 +222,7 @@ __all__ = [
     "ActivationGradients",
     "Blocks",
     "Codes",
+    "Fitted",
     "Into",
     "Moves",
     "PagedRows",
@@ -250,6 +253,7 @@ __all__ = [
     "dequantize_scaled",
     "draw_seed",
     "finish_moves",
+    "fit_groups",
     "float8_grouped_mm",
     "float8_grouped_mm_dw",
     "float8_mm",

@@ -34,6 +34,7 @@ from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
 from backstash.opaque import opaque
+from backstash.nn.group_ends import AddedUp
 from backstash.saving import (
     differentiable_once,
     mark_grouped_tensor,
@@ -69,6 +70,13 @@ class Dispatched:
     ``x`` is rows already."""
     buffer: Buffer | None = None
     """What is known of ``x`` where it is a buffer that may be partly empty."""
+    added_up: AddedUp | None = None
+    """The counts as running ends, from a dispatcher that has them."""
+
+    @property
+    def splits_E(self) -> Tensor | AddedUp:
+        """What the experts are told of their rows."""
+        return self.counts_E if self.added_up is None else self.added_up
 
     @property
     def overflow(self) -> Tensor | None:
@@ -162,17 +170,16 @@ class Local:
         number_TK = _numbers_among(routing.expert_TK, keep)
         source_R, slots_TK, counts_G = kernels.sort_by_expert(number_TK, len(keep))
         capacity = self._capacity_rows(routing, len(keep))
-        ends_G = counts_G.cumsum(0, dtype=torch.int32)
-        overflow, ends_G = ends_G[-1:] > capacity, ends_G.clamp(max=capacity)
-        counts_G = ends_G.diff(prepend=ends_G.new_zeros(1))
+        fitted = kernels.fit_groups(counts_G, capacity)
         # Cut or filled up with token 0: rows that are not there have to be gathered from somewhere.
         source_R = F.pad(source_R, (0, capacity - source_R.shape[0]))
-        buffer = Buffer(RowMap(source_R, slots_TK), ends_G[-1:], overflow)
+        buffer = Buffer(RowMap(source_R, slots_TK), fitted.ends_G[-1:], fitted.overflow)
         x_RH = _Gather.apply(x_TH, source_R, slots_TK, buffer.valid)
         prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, buffer.valid, capacity)
         for value in (x_RH, prob_R):
             mark_grouped_tensor(value, buffer.valid)
-        return Dispatched(x_RH, counts_G, prob_R, None, buffer)
+        added_up = AddedUp(fitted.ends_G, capacity)
+        return Dispatched(x_RH, fitted.counts_G, prob_R, None, buffer, added_up)
 
     def _capacity_rows(self, routing: Routing, kept: int) -> int:
         rows = routing.expert_TK.numel()

@@ -109,7 +109,7 @@ class MoE(nn.Module):
         sent = self.dispatcher.dispatch(x_TH, routing)
         self.last_overflow = sent.overflow
         is_gathered = sent.rows is not None
-        y = self.experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows, combined=is_gathered)
+        y = self.experts(sent.x, sent.splits_E, sent.prob_R, rows=sent.rows, combined=is_gathered)
         y_TH = self.dispatcher.combine(y, sent)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH, [x_TH.shape[0]])

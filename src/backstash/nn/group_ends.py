@@ -10,15 +10,26 @@ Letters: T rows of the buffer, G groups.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from backstash import kernels
 from backstash.errors import DtypeError, ShapeError
 from backstash.tensors.grouped import counts_to_ends
 
-Counts = Sequence[int] | Tensor
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AddedUp:
+    """Counts that a dispatcher has added up already: int32 ends, none past its ``rows``."""
+
+    ends_G: Tensor
+    rows: int
+
+
+Counts = Sequence[int] | Tensor | AddedUp
 
 
 def group_ends(m_splits: Counts, num_groups: int, rows: int, device: torch.device) -> Tensor:
@@ -29,6 +40,14 @@ def group_ends(m_splits: Counts, num_groups: int, rows: int, device: torch.devic
         ShapeError: there is not one count for each group; or, where the host can see
             them, one is negative, or a list adds up to more than ``rows``.
     """
+    if isinstance(m_splits, AddedUp):
+        came = m_splits.ends_G.shape[0], m_splits.rows
+        if came != (num_groups, rows):
+            raise ShapeError(
+                f"m_splits were added up for {came[0]} groups in {came[1]} rows, and there are "
+                f"{num_groups} groups in {rows}; pass what belongs to these rows"
+            )
+        return m_splits.ends_G
     if not isinstance(m_splits, (Sequence, Tensor)) or isinstance(m_splits, str):
         raise DtypeError(
             "m_splits must be a list or an integer tensor with the rows of each group, got "
@@ -40,8 +59,10 @@ def group_ends(m_splits: Counts, num_groups: int, rows: int, device: torch.devic
             f"m_splits must have one count for each of {num_groups} groups, got shape {came}; "
             "give an empty group a zero"
         )
-    ends_G = counts_to_ends(m_splits, device)
+    if isinstance(m_splits, Tensor) and _is_fitted_there(m_splits, device):
+        return kernels.fit_groups(m_splits, rows).ends_G
     came_from_host = not isinstance(m_splits, Tensor) or m_splits.device != device
+    ends_G = counts_to_ends(m_splits, device)
     if came_from_host:
         total = int(m_splits.sum()) if isinstance(m_splits, Tensor) else sum(m_splits)
         if total > rows:
@@ -50,3 +71,9 @@ def group_ends(m_splits: Counts, num_groups: int, rows: int, device: torch.devic
                 "group at most the rows that are there"
             )
     return ends_G.clamp(0, rows).to(torch.int32)
+
+
+def _is_fitted_there(counts_G: Tensor, device: torch.device) -> bool:
+    """Are these counts that only their device reads, in numbers that a kernel takes?"""
+    is_there = counts_G.is_cuda and counts_G.device == device
+    return is_there and counts_G.dtype in (torch.int32, torch.int64)
