@@ -96,11 +96,15 @@ class Pool:
 
     def release(self, held: Held) -> None:
         """Give the pages of a launch back."""
+        self.release_all([held])
+
+    def release_all(self, held: list[Held]) -> None:
+        """The same for some launches at once."""
         self.kernels.release_pages(
-            held.table,
+            [one.table for one in held],
             self.free_N,
             self.state,
-            buffers=len(held.sources),
+            buffers=[len(one.sources) for one in held],
             device_size=self.sizes[0],
         )
 

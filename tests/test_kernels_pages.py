@@ -135,6 +135,22 @@ def test_without_room_nothing_is_taken_and_zeros_come_back(
     check_restored(first, pool.restore(first))
 
 
+@pytest.mark.parametrize("together", [1, 2, 3, reference.MOST_RELEASED])
+def test_launches_are_given_back_together_in_their_order(
+    kernels: ModuleType, together: int
+) -> None:
+    pools = [Pool(9, 30, PAGE, kernels), Pool(9, 30, PAGE, reference)]
+    for pool in pools:
+        pool.release(pool.stash([random_bytes(4 * PAGE, 0)], [count(999)], [1]))
+        held = []
+        for i, length in enumerate([PAGE, 3 * PAGE - 1, 0, 2 * PAGE, 50 * PAGE, 5, 7, PAGE]):
+            sources = [random_bytes(length, 1), random_bytes(9, 2)][: 1 + i % 2]
+            held.append(pool.stash(sources, [count(9999)] * len(sources), [1] * len(sources)))
+        pool.release_all(held[:together])
+    assert pools[0].free_pages() == pools[1].free_pages()
+    assert torch.equal(pools[0].state, pools[1].state)
+
+
 def test_the_highest_use_is_remembered(kernels: ModuleType) -> None:
     pool = Pool(3, 3, PAGE, kernels)
     a = pool.stash([random_bytes(2 * PAGE, 0)], [count(999)], [1])

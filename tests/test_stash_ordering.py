@@ -125,10 +125,11 @@ class Traced:
             plain["restore_pages"](targets, places, table, *rest, **key)
             self.make_or_leave(targets, "write", table, key["buffers"], key["moves"])
 
-        def release_pages(table: Tensor, *rest: Any, **key: Any) -> None:
+        def release_pages(tables: list[Tensor], *rest: Any, **key: Any) -> None:
             # Given back, a page may be written by the next launch: that is what is checked.
-            self.touch_pages(table, key["buffers"], "write")
-            release(table, *rest, **key)
+            for table, buffers in zip(tables, key["buffers"], strict=True):
+                self.touch_pages(table, buffers, "write")
+            release(tables, *rest, **key)
 
         def finish_moves(moves: kernels.Moves) -> None:
             self.left.pop(moves.list_N.data_ptr())()

@@ -158,7 +158,7 @@ class Pages:
         """Give the pages back."""
         size = self.device_pages.numel() // PAGE_BYTES
         kernels.release_pages(
-            self.table, self.free_N, self.state, buffers=len(self.restored), device_size=size
+            [self.table], self.free_N, self.state, buffers=[len(self.restored)], device_size=size
         )
 
     def check(self, what: str) -> None:

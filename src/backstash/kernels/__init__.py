@@ -105,6 +105,7 @@ from backstash.kernels.reference.paged_rows import (
 )
 from backstash.kernels.reference.pages import (
     MOST_BUFFERS,
+    MOST_RELEASED,
     RECEIPT_HOST_SHIFT,
     RECEIPT_OVERFLOW,
     RECEIPT_PENDING,
@@ -214,6 +215,7 @@ __all__ = [
     "FLOAT8_BLOCK",
     "FLOAT8_UNIT",
     "MOST_BUFFERS",
+    "MOST_RELEASED",
     "MX_BLOCK",
     "NVFP4_BLOCK",
     "RECEIPT_HOST_SHIFT",

@@ -10,6 +10,8 @@ every program has read the old.  What the counters mean is in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import triton
 import triton.language as tl
 
@@ -36,6 +38,24 @@ BYTES_RESTORED = tl.constexpr(int(PoolState.BYTES_RESTORED))
 NUMBERS_GIVEN = tl.constexpr(int(PoolState.NUMBERS_GIVEN))
 #: Where a table counts the same for its restore.
 RESTORING = tl.constexpr(3)
+
+_NEVER_SPECIAL = 2**40 + 8
+NEVER_SPECIAL = tl.constexpr(_NEVER_SPECIAL)
+
+
+def written(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers so that a kernel is not compiled anew for others; it reads them with ``read_number``.
+
+    Of a tuple's elements Triton compiles in which are 1, which are multiples of 16 and which fit
+    into 32 bits.  Written like this, none is any of these.
+    """
+    return tuple([_NEVER_SPECIAL + 32 * number for number in numbers])
+
+
+@triton.jit
+def read_number(number):
+    """A number that :func:`written` wrote."""
+    return (number - NEVER_SPECIAL) // 32
 
 
 @triton.jit
@@ -161,27 +181,35 @@ def _count_overflow(p_state, shortage, number):
 
 @triton.jit(do_not_specialize=["device_size", "host_size"])
 def release(
-    p_table, p_free, p_state, device_size, host_size, BUFFERS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Give the pages of a table back behind both tails."""
-    from_device = tl.load(p_table)
-    from_host = tl.load(p_table + 1)
+    p_tables, buffers, p_free, p_state, device_size, host_size,
+    TABLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give the pages of some tables back behind both tails; one of no buffers has none."""
     tail_device = tl.load(p_state + TAIL_DEVICE)
     tail_host = tl.load(p_state + TAIL_HOST)
-    p_pages = p_table + HEADER + 2 * BUFFERS
-    for o_slot in range(0, from_device, BLOCK):
-        i_slot = o_slot + tl.arange(0, BLOCK)
-        m_slot = i_slot < from_device
-        page = tl.load(p_pages + i_slot, mask=m_slot)
-        tl.store(p_free + (tail_device + i_slot) % device_size, page.to(tl.int32), mask=m_slot)
-    for o_slot in range(0, from_host, BLOCK):
-        i_slot = o_slot + tl.arange(0, BLOCK)
-        m_slot = i_slot < from_host
-        page = tl.load(p_pages + from_device + i_slot, mask=m_slot)
-        o_ring = (tail_host + i_slot) % host_size
-        tl.store(p_free + device_size + o_ring, page.to(tl.int32), mask=m_slot)
+    missing = tl.load(p_state + MISSING)
+    for i in tl.static_range(TABLES):
+        count = read_number(buffers[i])
+        if count > 0:
+            from_device = tl.load(p_tables[i])
+            from_host = tl.load(p_tables[i] + 1)
+            missing -= tl.load(p_tables[i] + 2)
+            p_pages = p_tables[i] + HEADER + 2 * count
+            for o_slot in range(0, from_device, BLOCK):
+                i_slot = o_slot + tl.arange(0, BLOCK)
+                m_slot = i_slot < from_device
+                page = tl.load(p_pages + i_slot, mask=m_slot).to(tl.int32)
+                tl.store(p_free + (tail_device + i_slot) % device_size, page, mask=m_slot)
+            for o_slot in range(0, from_host, BLOCK):
+                i_slot = o_slot + tl.arange(0, BLOCK)
+                m_slot = i_slot < from_host
+                page = tl.load(p_pages + from_device + i_slot, mask=m_slot).to(tl.int32)
+                o_ring = device_size + (tail_host + i_slot) % host_size
+                tl.store(p_free + o_ring, page, mask=m_slot)
+            tail_device += from_device
+            tail_host += from_host
     # The counters move once every thread has read them and its pages are in the ring.
     tl.debug_barrier()
-    tl.store(p_state + TAIL_DEVICE, tail_device + from_device)
-    tl.store(p_state + TAIL_HOST, tail_host + from_host)
-    tl.store(p_state + MISSING, tl.load(p_state + MISSING) - tl.load(p_table + 2))
+    tl.store(p_state + TAIL_DEVICE, tail_device)
+    tl.store(p_state + TAIL_HOST, tail_host)
+    tl.store(p_state + MISSING, missing)

@@ -20,7 +20,7 @@ programs would fit on a processor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,16 +38,18 @@ from backstash.kernels.free_pages import (
     is_last,
     page_address,
     page_at,
+    read_number,
     read_pool,
     release,
     ring_places,
+    written,
 )
 from backstash.kernels.moves import begin_moves, is_left, page_of, write_moves
 from backstash.kernels.page_parts import part_in, part_out
 from backstash.kernels.reference.cast import MX_BLOCK
 from backstash.kernels.reference.moves import Moves
 from backstash.kernels.reference.mx_pages import mx_page_blocks
-from backstash.kernels.reference.pages import MOST_BUFFERS, page_payload
+from backstash.kernels.reference.pages import MOST_BUFFERS, MOST_RELEASED, page_payload
 
 
 class Footprint(NamedTuple):
@@ -70,8 +72,6 @@ COPYING = Footprint(warps=16, programs=2, registers=64, part_bytes=32768, asks=T
 QUANTIZING = Footprint(warps=4, programs=12, registers=40, part_bytes=4096, asks=False)
 _WARP_BYTES = 32 * 16
 _VECTOR = 16
-_NEVER_SPECIAL = 2**40 + 8
-NEVER_SPECIAL = tl.constexpr(_NEVER_SPECIAL)
 
 
 def stash_pages(
@@ -94,8 +94,8 @@ def stash_pages(
     _stash[(shape.programs,)](
         tuple(sources),
         tuple(rows),
-        _written(widths),
-        _written(source.numel() // w for source, w in zip(sources, widths, strict=True)),
+        written(widths),
+        written(source.numel() // w for source, w in zip(sources, widths, strict=True)),
         table,
         device_pages,
         host_pages,
@@ -134,8 +134,8 @@ def restore_pages(
     shape = _LaunchShape.of(destinations, page_bytes, leaving=moves is not None)
     _restore[(shape.programs,)](
         tuple(destinations),
-        _written(places),
-        _written(destination.numel() for destination in destinations),
+        written(places),
+        written(destination.numel() for destination in destinations),
         table,
         device_pages,
         host_pages,
@@ -156,22 +156,32 @@ def restore_pages(
 
 
 def release_pages(
-    table: Tensor, free_N: Tensor, state: Tensor, *, buffers: int, device_size: int
+    tables: Sequence[Tensor],
+    free_N: Tensor,
+    state: Tensor,
+    *,
+    buffers: Sequence[int],
+    device_size: int,
 ) -> None:
-    """Give the pages of a launch back; one program, so that nobody sees a tail too early."""
-    host_size = free_N.numel() - device_size
+    """Give the pages of some launches back; one program, so that nobody sees a tail too early."""
+    if not 1 <= len(tables) <= MOST_RELEASED:
+        raise LayoutError(
+            f"pages of 1 to {MOST_RELEASED} launches are given back at once, got {len(tables)}; "
+            "split them"
+        )
+    # Two kernels are compiled: one for one table, one for as many as there can be.
+    more = 0 if len(tables) == 1 else MOST_RELEASED - len(tables)
     release[(1,)](
-        table, free_N, state, device_size, host_size, BUFFERS=buffers, BLOCK=1024, num_warps=4
+        (*tables, *tables[:1] * more),
+        written([*buffers, *[0] * more]),
+        free_N,
+        state,
+        device_size,
+        free_N.numel() - device_size,
+        TABLES=len(tables) + more,
+        BLOCK=1024,
+        num_warps=4,
     )
-
-
-def _written(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers so that a kernel is not compiled anew for others; it reads them with ``_read``.
-
-    Of a tuple's elements Triton compiles in which are 1, which are multiples of 16 and which fit
-    into 32 bits.  Written like this, none is any of these.
-    """
-    return tuple(_NEVER_SPECIAL + 32 * number for number in numbers)
 
 
 class _LaunchShape(NamedTuple):
@@ -231,15 +241,10 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _read(number):
-    return (number - NEVER_SPECIAL) // 32
-
-
-@triton.jit
 def _valid_length(p_rows, capacity_rows, width):
     """Valid elements of a buffer: a count past the buffer must not be believed."""
     count = tl.load(p_rows).to(tl.int64)
-    return tl.minimum(tl.maximum(count, 0), _read(capacity_rows)) * _read(width)
+    return tl.minimum(tl.maximum(count, 0), read_number(capacity_rows)) * read_number(width)
 
 
 @triton.jit
@@ -355,9 +360,9 @@ def _restore(
     parts_before, moves_before = 0, 0
     bytes_restored = tl.full((), 0, tl.int64)
     for i in tl.static_range(GIVEN):
-        p_entry = p_table + HEADER + _read(places[i])
+        p_entry = p_table + HEADER + read_number(places[i])
         length = tl.load(p_entry) // _item_bytes(p_destinations[i])
-        length = tl.minimum(length, _read(capacities[i]))
+        length = tl.minimum(length, read_number(capacities[i]))
         p_pages = p_table + HEADER + 2 * BUFFERS + tl.load(p_entry + BUFFERS)
         parts = tl.cdiv(length, PARTS[i]).to(tl.int32)
         skipped = 0

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.errors import ConfigError
+from backstash.device import default_device, has_triton
+from backstash.errors import ConfigError, DeviceError
 from backstash.stash.admission import Ledger
 
 _MOST_PAGES = 2**31 - 1
@@ -56,3 +57,19 @@ class Memory:
             state=state,
             ledger=Ledger(device_size, host_size, pinned=pinned),
         )
+
+
+def pool_device(device: torch.device | str | None) -> torch.device:
+    """The device with its number, as tensors on it say it; default the GPU if there is one.
+
+    Raises:
+        DeviceError: There are no kernels for it.
+    """
+    chosen = default_device() if device is None else torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(f"a pool is on a CPU or a CUDA GPU, got {chosen}; choose one of them")
+    if chosen.type == "cuda" and not has_triton():
+        raise DeviceError("a pool on a GPU needs Triton, which is not there; install it")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -10,8 +10,8 @@ a finalizer too: where the pool is busy, whoever is using it gives the pages bac
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.device import default_device, has_triton
-from backstash.errors import ConfigError, DeviceError
+from backstash.errors import ConfigError
 from backstash.kernels import Moves, PoolState
 from backstash.stash.admission import Account, Policy
+from backstash.stash.dropped import Dropped
 from backstash.stash.launch import Buffer, Launch
-from backstash.stash.memory import Memory
+from backstash.stash.memory import Memory, pool_device
 from backstash.stash.packing import payload_bytes
-from backstash.stash.sizing import Sizing
+from backstash.stash.sizing import Need, Sizing
 from backstash.stash.streams import Event, Stream, streams_of
 
 PAGE_BYTES = 1 << 16
@@ -66,23 +66,20 @@ class PagePool:
                 f"a pool has zero bytes or more, got capacity_bytes={capacity_bytes} and "
                 f"host_bytes={host_bytes}"
             )
-        self.device = _indexed(device)
+        self.device = pool_device(device)
         self.page_bytes = page_bytes
         self.sizing = sizing
         self.streams = streams_of(self.device)
         self.growths = 0
         #: A graph holds the addresses of this memory, so it stays where it is.
         self.is_fixed = False
-        self._high = 0.0
-        self._kept = 0.0
-        self._asked: Event | None = None
         self._lock = threading.Lock()
-        self._dropped: collections.deque[Launch | Account] = collections.deque()
+        self._dropped = Dropped()
         #: The valid length of a buffer that is one row, and valid as a whole.
         self.one_row = torch.ones(1, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
-        self._answer = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
-        self._read = torch.zeros(len(PoolState), dtype=torch.int64, pin_memory=pinned)
+        answers = torch.zeros(2, len(PoolState), dtype=torch.int64, pin_memory=pinned)
+        self._need, self._read = Need(0.0, answers[0]), answers[1]
         self.memory = self._allocate(capacity_bytes // page_bytes, host_bytes // page_bytes)
 
     @classmethod
@@ -104,7 +101,7 @@ class PagePool:
         pool = cls(
             pages * page_bytes, host_bytes, device=device, page_bytes=page_bytes, sizing=sizing
         )
-        pool._high = estimate_bytes / page_bytes
+        pool._need.pages = estimate_bytes / page_bytes
         return pool
 
     @property
@@ -118,12 +115,16 @@ class PagePool:
         return self.memory.host_pages.numel() // self.page_bytes
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
-        """Use the pool alone; what was dropped meanwhile is given back before and after."""
+        """Use the pool alone; what was dropped meanwhile is given back after it, if it is due."""
         return _Turn(self)
 
     def settle(self) -> None:
         """Give back what was dropped, unless someone is at it already."""
-        while self._returnable() and self._lock.acquire(blocking=False):
+        while (
+            self._dropped
+            and self._dropped.has_some(capturing=self.streams.is_capturing())
+            and self._lock.acquire(blocking=False)
+        ):
             try:
                 self._give_back()
             finally:
@@ -134,7 +135,11 @@ class PagePool:
         return sum(-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers)
 
     def has_room(self, worst: int) -> bool:
-        """Is there room for ``worst`` pages on the device, as far as the host knows by now?"""
+        """Is there room for ``worst`` pages on the device, as far as the host knows by now?
+
+        Inside :meth:`turn`.
+        """
+        self._give_back()
         self.memory.ledger.poll()
         return self.memory.ledger.room(worst)
 
@@ -166,6 +171,7 @@ class PagePool:
 
         The copy waits for ``after``.  With ``leaving`` the launch may have moves to be made.
         """
+        self._give_back()
         memory = self.memory
         captured = self.streams.is_capturing()
         self.is_fixed |= captured
@@ -248,20 +254,24 @@ class PagePool:
         return kernels.new_moves(slots, self.memory.device_pages, self.page_bytes)
 
     def drop(self, held: Launch | Account) -> None:
-        """Give pages back, or the reservation of what was never stashed; from any thread."""
-        self._dropped.append(held)
-        self.settle()
+        """Give pages back, or the reservation of what was never stashed; from any thread.
+
+        Those of a few launches are given back at once, at the latest before pages are taken.
+        """
+        self._dropped.add(held)
+        if self._dropped.is_due():
+            self.settle()
 
     def abandon_capture(self) -> None:
         """Forget what was recorded into a graph that will never run: it has taken no page."""
         with self._lock:
-            kept = [held for held in self._dropped if not _is_captured(held)]
-            self._dropped = collections.deque(kept)
+            self._dropped.forget_captured()
         self.is_fixed = False
 
     def counters(self) -> dict[PoolState, int]:
         """The counters on the device, by one read for which the host waits."""
         with self.turn():
+            self._give_back()
             self.streams.join()
             self._read.copy_(self.memory.state, non_blocking=True)
             self.streams.host_wait(self.streams.event())
@@ -277,13 +287,14 @@ class PagePool:
 
     def is_empty(self) -> bool:
         """Is nothing held, as far as the host knows?"""
+        self.settle()
         return not self._dropped and self.memory.ledger.bound == 0
 
     def note_kept(self, worst: int) -> None:
         """Count pages that would have been wanted too, had there been room for them."""
         ledger = self.memory.ledger
         share = ledger.pages_arrived / ledger.worst_arrived if ledger.worst_arrived else 1.0
-        self._kept += worst * share
+        self._need.note_kept(worst * share)
 
     def grow(self, capacity_bytes: int) -> bool:
         """Replace the memory by more of it; returns whether there is more now.
@@ -297,6 +308,7 @@ class PagePool:
         if self.sizing is not None:
             pages = self.sizing.limit(pages, self.page_bytes)
         with self.turn():
+            self._give_back()
             if not self.is_empty():
                 raise ConfigError(
                     f"a pool can grow only while no page is in use, but up to "
@@ -309,55 +321,47 @@ class PagePool:
 
         What the last round needed is asked of the device now and read when it has arrived.
         """
-        if self.sizing is None or self.is_fixed or not self.is_empty():
+        if self.sizing is None or self.is_fixed:
+            return
+        self._give_back()
+        if not self.is_empty():
             return
         if self.streams.is_capturing():
             return
-        if self._asked is None:
-            with self.streams.outward():
-                self._answer.copy_(self.memory.state, non_blocking=True)
-                self.memory.state[PoolState.DEMAND].zero_()
-                self._asked = self.streams.event()
-        if not self.streams.has_passed(self._asked):
+        need = self._need.after_round(self.sizing, self.memory.state, self.streams)
+        if need is None:
             return
-        self._asked = None
-        demand, self._kept = int(self._answer[PoolState.DEMAND]) + self._kept, 0.0
-        self._high = self.sizing.follow(self._high, demand)
-        pages = self.sizing.pages(self._high, self.page_bytes)
+        pages = self.sizing.pages(need, self.page_bytes)
         if pages > self.device_size or pages < self.device_size // 2:
             self._replace(pages)
 
-    def _returnable(self) -> bool:
-        """Has something been dropped that can be given back from here?"""
-        if not self._dropped:
-            return False
-        capturing = self.streams.is_capturing()
-        return any(_is_captured(held) == capturing for held in tuple(self._dropped))
-
     def _give_back(self) -> None:
-        # What a graph took must be given back by the graph, and nothing else by it.
-        capturing = bool(self._dropped) and self.streams.is_capturing()
-        for _ in range(len(self._dropped)):
-            held = self._dropped.popleft()
-            if _is_captured(held) != capturing:
-                self._dropped.append(held)
-            elif isinstance(held, Account):
+        if not self._dropped:
+            return
+        launches: list[Launch] = []
+        for held in self._dropped.take(capturing=self.streams.is_capturing()):
+            if isinstance(held, Account):
                 self.memory.ledger.close(held, launched=False)
             else:
-                self._release(held)
+                launches.append(held)
+        # They are those of one memory, but for some of a graph that has outlived its own.
+        for memory, some in itertools.groupby(launches, key=lambda launch: launch.memory):
+            those = list(some)
+            for i in range(0, len(those), kernels.MOST_RELEASED):
+                self._release(memory, those[i : i + kernels.MOST_RELEASED])
 
-    def _release(self, launch: Launch) -> None:
-        memory = launch.memory
-        with self.streams.outward(launch.reads):
+    def _release(self, memory: Memory, launches: Sequence[Launch]) -> None:
+        with self.streams.outward([event for launch in launches for event in launch.reads]):
             kernels.release_pages(
-                launch.table,
+                [launch.table for launch in launches],
                 memory.free_N,
                 memory.state,
-                buffers=launch.buffers,
+                buffers=[launch.buffers for launch in launches],
                 device_size=memory.device_pages.numel() // self.page_bytes,
             )
-        if launch.account is not None:
-            memory.ledger.close(launch.account, launched=True)
+        for launch in launches:
+            if launch.account is not None:
+                memory.ledger.close(launch.account, launched=True)
 
     def _allocate(self, device_size: int, host_size: int) -> Memory:
         return Memory.allocate(device_size, host_size, self.page_bytes, self.device)
@@ -385,33 +389,10 @@ class _Turn(contextlib.AbstractContextManager[None]):
         self._pool = pool
 
     def __enter__(self) -> None:
-        pool = self._pool
-        pool._lock.acquire()
-        if pool._dropped:
-            try:
-                pool._give_back()
-            except BaseException:
-                pool._lock.release()
-                raise
+        self._pool._lock.acquire()
 
     def __exit__(self, *exception: object) -> None:
         pool = self._pool
         pool._lock.release()
-        if pool._dropped:
+        if pool._dropped.is_due():
             pool.settle()
-
-
-def _is_captured(held: Launch | Account) -> bool:
-    return isinstance(held, Launch) and held.captured
-
-
-def _indexed(device: torch.device | str | None) -> torch.device:
-    """The device with its number, as tensors on it say it."""
-    chosen = default_device() if device is None else torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise DeviceError(f"a pool is on a CPU or a CUDA GPU, got {chosen}; choose one of them")
-    if chosen.type == "cuda" and not has_triton():
-        raise DeviceError("a pool on a GPU needs Triton, which is not there; install it")
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen

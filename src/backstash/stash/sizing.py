@@ -10,7 +10,11 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from backstash.errors import ConfigError
+from backstash.kernels import PoolState
+from backstash.stash.streams import Event, Streams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,39 @@ class Sizing:
     def limit(self, pages: int, page_bytes: int) -> int:
         """``pages``, or as many as there may be."""
         return pages if self.most_bytes is None else min(pages, self.most_bytes // page_bytes)
+
+
+class Need:
+    """What the rounds of a pool have needed, asked of the device and read when it has arrived.
+
+    Args:
+        pages: The need, by an estimate at first; a decayed maximum later.
+        answer: Memory like the counters', of the host, that the device can write.
+    """
+
+    def __init__(self, pages: float, answer: Tensor) -> None:
+        self.pages = pages
+        self._kept = 0.0
+        self._answer = answer
+        self._asked: Event | None = None
+
+    def note_kept(self, pages: float) -> None:
+        """Count pages that would have been wanted too, had there been room for them."""
+        self._kept += pages
+
+    def after_round(self, sizing: Sizing, state: Tensor, streams: Streams) -> float | None:
+        """The need by now; None while the answer about the last round is under way."""
+        if self._asked is None:
+            with streams.outward():
+                self._answer.copy_(state, non_blocking=True)
+                state[PoolState.DEMAND].zero_()
+                self._asked = streams.event()
+        if not streams.has_passed(self._asked):
+            return None
+        self._asked = None
+        demand, self._kept = int(self._answer[PoolState.DEMAND]) + self._kept, 0.0
+        self.pages = sizing.follow(self.pages, demand)
+        return self.pages
 
 
 def pages_for(buffers: Iterable[tuple[int, int]], page_bytes: int) -> int:

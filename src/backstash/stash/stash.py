@@ -306,6 +306,7 @@ class Stash:
             self._forget_expected()
             self._departures.send_all()
             self._departures.land()
+        self.pool.settle()
         self.pool.streams.join()
 
     def stats(self) -> Statistics:

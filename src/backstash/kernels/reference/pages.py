@@ -65,6 +65,8 @@ class PoolState(enum.IntEnum):
 
 #: Buffers that one launch takes at most.
 MOST_BUFFERS = 8
+#: Launches whose pages are given back by one.
+MOST_RELEASED = 8
 TABLE_HEADER = 4
 RECEIPT_PENDING = -1
 RECEIPT_OVERFLOW = -2
@@ -235,21 +237,33 @@ def restore_pages(
 
 
 def release_pages(
-    table: Tensor, free_N: Tensor, state: Tensor, *, buffers: int, device_size: int
+    tables: Sequence[Tensor],
+    free_N: Tensor,
+    state: Tensor,
+    *,
+    buffers: Sequence[int],
+    device_size: int,
 ) -> None:
-    """Give the pages of a launch back; ``device_size`` is the number of pages of that tier."""
-    from_device, from_host, missing = table[:3].tolist()
-    ids = table[TABLE_HEADER + 2 * buffers :].int()
-    tails: list[int] = state.tolist()
-    for ring, tail, pages in (
-        (free_N[:device_size], tails[PoolState.TAIL_DEVICE], ids[:from_device]),
-        (free_N[device_size:], tails[PoolState.TAIL_HOST], ids[from_device:][:from_host]),
-    ):
-        if len(pages):
-            ring[(torch.arange(len(pages)) + tail) % len(ring)] = pages
-    state[PoolState.TAIL_DEVICE] += from_device
-    state[PoolState.TAIL_HOST] += from_host
-    state[PoolState.MISSING] -= missing
+    """Give the pages of some launches back, those of the first one first.
+
+    Args:
+        tables: At most ``MOST_RELEASED``.
+        buffers: How many buffers each launch had.
+        device_size: Pages of that tier.
+    """
+    for table, count in zip(tables, buffers, strict=True):
+        from_device, from_host, missing = table[:3].tolist()
+        ids = table[TABLE_HEADER + 2 * count :].int()
+        tails: list[int] = state.tolist()
+        for ring, tail, pages in (
+            (free_N[:device_size], tails[PoolState.TAIL_DEVICE], ids[:from_device]),
+            (free_N[device_size:], tails[PoolState.TAIL_HOST], ids[from_device:][:from_host]),
+        ):
+            if len(pages):
+                ring[(torch.arange(len(pages)) + tail) % len(ring)] = pages
+        state[PoolState.TAIL_DEVICE] += from_device
+        state[PoolState.TAIL_HOST] += from_host
+        state[PoolState.MISSING] -= missing
 
 
 def _leave_nothing(moves: Moves | None) -> None:

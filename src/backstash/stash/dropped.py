@@ -1,0 +1,58 @@
+"""What nobody holds any more and has not been given back: a few launches are given back at once.
+
+Handles go one by one, in backward one batch a layer, by whatever thread.  To give the pages of
+each back at once would be a launch for each; nobody needs them before pages are taken again.  A
+CUDA graph gives back what it took itself, and nothing else: so what was recorded goes at once,
+while it is recorded, and what was not waits until the recording is over.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from backstash.kernels import MOST_RELEASED
+from backstash.stash.admission import Account
+from backstash.stash.launch import Launch
+
+Holding = Launch | Account
+
+
+class Dropped:
+    """Launches, and reservations of what was never stashed, in the order in which they went.
+
+    Any thread may add one at any time, a finalizer too.
+    """
+
+    def __init__(self) -> None:
+        self._held: collections.deque[Holding] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, held: Holding) -> None:
+        """Nobody holds this any more."""
+        self._held.append(held)
+
+    def is_due(self) -> bool:
+        """Is it time to give them back?"""
+        return len(self._held) >= MOST_RELEASED or any(map(_is_captured, tuple(self._held)))
+
+    def has_some(self, *, capturing: bool) -> bool:
+        """Is there one to be given back from here, where a graph is recorded or not?"""
+        return any(_is_captured(held) == capturing for held in tuple(self._held))
+
+    def take(self, *, capturing: bool) -> list[Holding]:
+        """All that can be given back from here; they are somebody else's affair now."""
+        taken: list[Holding] = []
+        for _ in range(len(self._held)):
+            held = self._held.popleft()
+            (taken if _is_captured(held) == capturing else self._held).append(held)
+        return taken
+
+    def forget_captured(self) -> None:
+        """A graph that will never run has taken nothing."""
+        self.take(capturing=True)
+
+
+def _is_captured(held: Holding) -> bool:
+    return isinstance(held, Launch) and held.captured
