@@ -14,7 +14,6 @@ from test_kernels_grouped_mm import assert_close, by_counts, by_size, define, ma
 by_wide = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-@pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
     pytest.importorskip("triton")
     run_interpreted(__file__)

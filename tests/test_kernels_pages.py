@@ -30,7 +30,6 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module("backstash.kernels.pages")
 
 
-@pytest.mark.slow
 def test_the_interpreted_twins_pass_these_tests() -> None:
     pytest.importorskip("triton")
     run_interpreted(__file__)

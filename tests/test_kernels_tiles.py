@@ -11,7 +11,6 @@ from interpreter import by_device, run_interpreted
 from quantizer_cases import by_counts
 
 
-@pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
     pytest.importorskip("triton")
     run_interpreted(__file__)
