@@ -33,6 +33,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
 
@@ -76,6 +77,15 @@ def test_triton_is_asked_again_on_another_device(kernel, monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda at=device: at)
         launch(1, X, 32, B=3, C=0)
     assert len(kernel.asked) == len(kernel.launched) == 2
+
+
+def test_of_a_tuple_each_is_looked_at(kernel):
+    launch = Launcher(kernel)
+    for xs in ((X, X), (X[4:], X), (X, X[1:]), (X, X, X), (X, None)):
+        launch(1, xs, (33, 33), B=3, C=0)
+    assert len(kernel.asked) == 4
+    launch(1, (X, X), (33, 2**40), B=3, C=0)
+    assert len(kernel.asked) == 5
 
 
 def test_what_says_its_kind_is_told_apart_by_it(kernel):

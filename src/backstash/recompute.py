@@ -126,7 +126,8 @@ def _regions() -> Iterator[tuple[_Region, Run, Any]]:
         return
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        find = _FINDERS.get(frame.f_code)
+        # Code that is hashed is read from end to end.
+        find = _FINDERS.get(id(frame.f_code))
         if find is not None:
             owner, run, backward = find(frame)
             if owner is not None:
@@ -186,4 +187,5 @@ def _find_finders() -> dict[types.CodeType, Callable[[types.FrameType], _Found]]
     }
 
 
-_FINDERS = _find_finders()
+# The functions that these are of stay, and so do their ids.
+_FINDERS = {id(code): find for code, find in _find_finders().items()}

@@ -33,7 +33,9 @@ class Launcher:
 
         ``args`` are the kernel's first parameters, ``constants`` the others and options.
         """
-        key = (torch.cuda.current_device(), *map(_kind, args), *constants.items())
+        # Where there is no GPU, an interpreter runs.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        key = (device, *map(_kind, args), *constants.items())
         known = self._known.get(key)
         if known is not None:
             compiled, last = known
@@ -50,6 +52,8 @@ def _kind(value: Any) -> Any:
     """What a kernel may be compiled for."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0
+    if type(value) is tuple:
+        return tuple(map(_kind, value))
     if type(value) is int:
         return value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE
     # A descriptor says it; what is left is None or a constant.

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from backstash.device import processor_count
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference import moves as reference
 from backstash.kernels.reference.moves import Moves
 
@@ -21,14 +22,10 @@ _LEAST_BYTES = 1 << 20
 _PROGRAMS = 4
 
 
-def is_left(buffer: Tensor, page_bytes: int) -> bool:
+def is_left(dtype: torch.dtype, count: int, page_bytes: int, *, is_aligned: bool) -> bool:
     """Are whole pages of a buffer left as moves: is it bytes, large, at a vector's address?"""
-    return (
-        buffer.dtype is torch.uint8
-        and buffer.numel() >= _LEAST_BYTES
-        and page_bytes % TICKET_BYTES == 0
-        and buffer.data_ptr() % 16 == 0
-    )
+    is_large = dtype is torch.uint8 and count >= _LEAST_BYTES
+    return is_large and is_aligned and page_bytes % TICKET_BYTES == 0
 
 
 @triton.jit
@@ -72,11 +69,14 @@ def _finish_kernel(p_moves, p_base, PARTS: tl.constexpr, WORDS: tl.constexpr):
 def finish_moves(moves: Moves) -> None:
     """Make the moves that nobody has made yet."""
     device = moves.list_N.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    _finish_kernel[(processors * _PROGRAMS,)](
+    _launch_finish(
+        processor_count(device) * _PROGRAMS,
         moves.list_N,
         moves.device_pages.view(torch.int32),
         PARTS=moves.page_bytes // TICKET_BYTES,
         WORDS=TICKET_BYTES // 4,
         num_warps=8,
     )
+
+
+_launch_finish = Launcher(_finish_kernel)

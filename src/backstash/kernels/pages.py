@@ -19,11 +19,8 @@ programs would fit on a processor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,34 +41,12 @@ from backstash.kernels.free_pages import (
     ring_places,
     written,
 )
-from backstash.kernels.moves import begin_moves, is_left, page_of, write_moves
+from backstash.kernels.launches import Launcher
+from backstash.kernels.moves import begin_moves, page_of, write_moves
 from backstash.kernels.page_parts import part_in, part_out
-from backstash.kernels.reference.cast import MX_BLOCK
+from backstash.kernels.page_shapes import LaunchShape
 from backstash.kernels.reference.moves import Moves
-from backstash.kernels.reference.mx_pages import mx_page_blocks
-from backstash.kernels.reference.pages import MOST_BUFFERS, MOST_RELEASED, page_payload
-
-
-class Footprint(NamedTuple):
-    """What a launch takes of the device."""
-
-    warps: int
-    programs: int
-    """Of each processor."""
-    registers: int
-    """Of a thread; the compiler takes no more, or fewer programs would fit."""
-    part_bytes: int
-    """Bytes that a program copies at once, a buffer of bytes, at most."""
-    asks: bool
-    """Does a program ask for its next part, or take them in turn with the others?"""
-
-
-# Few large programs: what is read and written at one time is close together.
-COPYING = Footprint(warps=16, programs=2, registers=64, part_bytes=32768, asks=True)
-# Between reading a block and writing it there is work to do, so more of them must be under way.
-QUANTIZING = Footprint(warps=4, programs=12, registers=40, part_bytes=4096, asks=False)
-_WARP_BYTES = 32 * 16
-_VECTOR = 16
+from backstash.kernels.reference.pages import MOST_RELEASED
 
 
 def stash_pages(
@@ -90,12 +65,13 @@ def stash_pages(
     moves: Moves | None = None,
 ) -> None:
     """Put the valid prefix of each source into pages, in one launch of at most 8 buffers."""
-    shape = _LaunchShape.of(sources, page_bytes, leaving=moves is not None)
-    _stash[(shape.programs,)](
+    shape = LaunchShape.of(sources, page_bytes, leaving=moves is not None)
+    _launch_stash(
+        shape.programs,
         tuple(sources),
         tuple(rows),
         written(widths),
-        written(source.numel() // w for source, w in zip(sources, widths, strict=True)),
+        written([source.numel() // w for source, w in zip(sources, widths, strict=True)]),
         table,
         device_pages,
         host_pages,
@@ -131,11 +107,12 @@ def restore_pages(
     moves: Moves | None = None,
 ) -> None:
     """Bring the valid prefix of some buffers of a launch back, in one launch."""
-    shape = _LaunchShape.of(destinations, page_bytes, leaving=moves is not None)
-    _restore[(shape.programs,)](
+    shape = LaunchShape.of(destinations, page_bytes, leaving=moves is not None)
+    _launch_restore(
+        shape.programs,
         tuple(destinations),
         written(places),
-        written(destination.numel() for destination in destinations),
+        written([destination.numel() for destination in destinations]),
         table,
         device_pages,
         host_pages,
@@ -171,7 +148,8 @@ def release_pages(
         )
     # Two kernels are compiled: one for one table, one for as many as there can be.
     more = 0 if len(tables) == 1 else MOST_RELEASED - len(tables)
-    release[(1,)](
+    _launch_release(
+        1,
         (*tables, *tables[:1] * more),
         written([*buffers, *[0] * more]),
         free_N,
@@ -182,62 +160,6 @@ def release_pages(
         BLOCK=1024,
         num_warps=4,
     )
-
-
-class _LaunchShape(NamedTuple):
-    """How a launch cuts its buffers up, in elements of each, and among how many programs."""
-
-    footprint: Footprint
-    payloads: tuple[int, ...]
-    parts: tuple[int, ...]
-    programs: int
-    in_words: bool
-    left: tuple[int, ...]
-    """Bytes of a page where whole ones are left as moves, else 0."""
-
-    @classmethod
-    def of(cls, buffers: Sequence[Tensor], page_bytes: int, *, leaving: bool) -> _LaunchShape:
-        if not 1 <= len(buffers) <= MOST_BUFFERS:
-            raise LayoutError(
-                f"one launch moves 1 to {MOST_BUFFERS} buffers, got {len(buffers)}; split them "
-                "into launches"
-            )
-        is_copy = all(buffer.dtype is torch.uint8 for buffer in buffers)
-        footprint = COPYING if is_copy else QUANTIZING
-        at_once = _processors(buffers[0].device) * footprint.programs
-        # Pages are fit for vectors: one is a power of two from 16 bytes up.
-        in_words = all(buffer.data_ptr() % _VECTOR == 0 for buffer in buffers)
-        # At least a vector, or a few bytes, for each thread.
-        least = footprint.warps * _WARP_BYTES
-        part_bytes = footprint.part_bytes if in_words else least
-        # Less where there would not be enough for every program.
-        total = sum(buffer.nbytes for buffer in buffers)
-        while part_bytes > least and total < 4 * at_once * part_bytes:
-            part_bytes //= 2
-        parts = tuple(_part(buffer.dtype, page_bytes, part_bytes) for buffer in buffers)
-        most = sum(triton.cdiv(b.numel(), part) for b, part in zip(buffers, parts, strict=True))
-        return cls(
-            footprint=footprint,
-            payloads=tuple(page_payload(buffer.dtype, page_bytes) for buffer in buffers),
-            parts=parts,
-            programs=max(1, min(most, at_once)),
-            in_words=in_words,
-            left=tuple(page_bytes if leaving and is_left(b, page_bytes) else 0 for b in buffers),
-        )
-
-
-def _part(dtype: torch.dtype, page_bytes: int, part_bytes: int) -> int:
-    """Elements of a part: bytes, or the values of as many blocks as a program takes at once."""
-    if dtype is torch.uint8:
-        return min(page_bytes, part_bytes)
-    return mx_page_blocks(page_bytes)[1] * MX_BLOCK
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -397,3 +319,6 @@ def _restore(
         tl.store(p_given, 0)
         if missing == 0:
             tl.atomic_add(p_state + BYTES_RESTORED, bytes_restored)
+
+
+_launch_stash, _launch_restore, _launch_release = map(Launcher, (_stash, _restore, release))
