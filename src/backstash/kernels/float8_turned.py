@@ -37,6 +37,8 @@ from backstash.kernels.sizes import ceil_div, next_power_of_2
 _ROWS = 128
 _AMAX_TILE: dict[str, Any] = {"B": _ROWS, "BR": 16, "BK": 128, "num_warps": 2}
 _TILE: dict[str, Any] = {"B": _ROWS, "BK": 128, "UNIT": FLOAT8_UNIT, "num_warps": 8}
+# What is read from the cache is there sooner: smaller programs, more of them at a time.
+_GATHERED_TILE: dict[str, Any] = {**_TILE, "BK": 64, "num_warps": 4}
 # Numbers that a program of the first launch sets to zero.
 _ZEROS = 4096
 
@@ -276,7 +278,8 @@ def _quantize(
     scale_inv = torch.empty_like(amax)
     scale = fill_scales(amax, scaling, scale_inv)
     turned_KP = new_bytes(columns, padded_columns(rows, groups), like=x_TK).view(code_dtype)
-    programs = (blocks + groups) * ceil_div(columns, _TILE["BK"])
+    tile = _TILE if source_T is None else _GATHERED_TILE
+    programs = (blocks + groups) * ceil_div(columns, tile["BK"])
     if programs:
         _quantize_kernel[(programs,)](
             x_TK,
@@ -290,7 +293,7 @@ def _quantize(
             table,
             *sizes,
             turned_KP.stride(0),
-            **_TILE,
+            **tile,
         )
     scale_inv_GK = scale_inv[start:].view(groups, columns)
     return scale_inv[:scaled_rows], Turned(turned_KP, scale_inv_GK, padded_G)
