@@ -29,6 +29,7 @@ from backstash.weights.agreement import Agreement, Kind, Pass, Wish
 from backstash.weights.arrivals import Arrivals, add_to_buffers
 from backstash.weights.bundle import Bundle, ask_together
 from backstash.weights.channel import Channel, LostPeerError
+from backstash.weights.home import Home
 from backstash.weights.options import Delivery, ShardOptions
 from backstash.weights.order import Order
 from backstash.weights.progress import Progress
@@ -68,6 +69,7 @@ class Sharding:
         self._is_free = False
         self._in_backward = False
         self._late = False
+        self._home = Home()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         raise ConfigError(
@@ -80,6 +82,10 @@ class Sharding:
             "a sharded model cannot be pickled, because its process group cannot; save its "
             "state_dict() with torch.distributed.checkpoint"
         )
+
+    @property
+    def _device(self) -> torch.device:
+        return self.bundles[0].weights[0].device if self.bundles else torch.device("cpu")
 
     @property
     def wire_bytes(self) -> int:
@@ -107,12 +113,12 @@ class Sharding:
         if during is Pass.BACKWARD:
             self._begin_backward()
         wish = Wish.of(_GATHERS[usage], during, bundle.index)
-        with self._together():
+        with self._together(), self._home.visit() as visit:
             gather = self._progress.gather(wish) if self._progress else None
             if gather is None:
                 self._obtain(wish)
                 gather = bundle.gather(usage)
-            return gather.take()
+            return visit.take(gather.take())
 
     def reduce(
         self, bundle: Bundle, grads: Sequence[Tensor | None], *, fused: bool
@@ -130,7 +136,8 @@ class Sharding:
             self._late = True  # until join() ends this backward pass
             self._open_backward()
         wish = Wish.of(Kind.REDUCE, Pass.BACKWARD, bundle.index)
-        with self._together():
+        with self._together(), self._home.visit() as visit:
+            grads = visit.bring(grads)
             if not (self._progress and self._progress.reduce(wish, grads)):
                 self._obtain(wish)
                 reduction = bundle.reduce(grads, self.options.accumulate)
@@ -138,10 +145,11 @@ class Sharding:
             if self.options.delivery is Delivery.OVERLAPPED and not (is_late and alone):
                 return [None] * len(grads)
             shares = self._arrivals.take_last()
-        if fused:
-            add_to_buffers(bundle, shares)
-            return [None] * len(grads)
-        return [g.to(w.dtype) for g, w in zip(shares, bundle.weights, strict=True)]
+            if fused:
+                add_to_buffers(bundle, shares)
+                return [None] * len(grads)
+            pairs = zip(shares, bundle.weights, strict=True)
+            return visit.take([share.to(weight.dtype) for share, weight in pairs])
 
     def join(self) -> None:
         """Take part in the backward of the other ranks, on a rank that has none to run.
@@ -184,7 +192,7 @@ class Sharding:
             else:
                 self._fail()
             return
-        with self._together():
+        with self._together(), self._home.visit():
             self._end_pass(Pass.FORWARD)
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         if wanted := [t for t in tensors if t.requires_grad]:
@@ -205,7 +213,7 @@ class Sharding:
         self._begin_pass(Pass.BACKWARD)
 
     def _end_backward(self) -> None:
-        with self._together():
+        with self._together(), self._home.visit():
             self._end_pass(Pass.BACKWARD)
             self._replicas.reduce()
             self._in_backward = False
@@ -215,13 +223,14 @@ class Sharding:
         self._open = during
         if during is Pass.FORWARD:
             self._forget_answers()
+            self._home.settle(self._device)
         order = self._orders.get(self._key(during))
         if order is None or self._is_free:
             return
         bundles, wide = self.bundles, self.options.accumulate
         self._progress = Progress(order, bundles, self.channel, wide, self._arrivals.expect)
         gathers = [use for use in order.uses if use.kind is not Kind.REDUCE]
-        with self._together():
+        with self._together(), self._home.visit():
             self._open_peers(during)
             ask_together([(bundles[use.bundle], use.usage) for use in gathers], self.channel)
             self._progress.begin()
