@@ -90,6 +90,11 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers": {"model": {"capacity_factor": 2.0}},
     "buffers, stash": {"stash": True, "model": {"capacity_factor": 2.0}},
     "buffers, float8": {"recipe": "float8_current", "model": {"capacity_factor": 2.0}},
+    "buffers, stash, mxfp8": {
+        **{"recipe": "mxfp8", "stash": True, "model": {"capacity_factor": 2.0}}
+    },
+    "shared": {"model": {"shared_width": 512}},
+    "shared, stash": {"stash": True, "model": {"shared_width": 512, "capacity_factor": 2.0}},
     "two passes": {"accumulate": 2, "stash": True, "model": {"capacity_factor": 2.0}},
     "vocabulary": {"model": {"vocabulary": 32768}},
     "weights": {"batch": 2, "model": {"experts": 32}},

@@ -85,10 +85,7 @@ def stash_bytes(config: TrainConfig) -> int:
 
 def _stashed_bytes(config: TrainConfig, layer: int) -> int:
     rows, page_bytes = valid_rows(config), config.stash_page_bytes
-    shared = shared_buffers(config, layer)
-    # The router keeps the same values, but not marked as the shared expert marks them.
-    if shared and _shares_input(config, layer):
-        shared.append(layer_input_bytes(config))
+    shared = offered_by_shared(config, layer)
     valid = [*expert_buffers(config, layer, rows), *shared]
     room = [*expert_buffers(config, layer, buffer_rows(config)), *shared]
     # A buffer that is no larger than a page stays where it is.
@@ -164,9 +161,9 @@ def _mixture_bytes(config: TrainConfig, layer: int) -> int:
     routing = rows * (2 * _INT64 + weights * _FLOAT32) + places * _INT64
     # The shares of the balance loss, and the number of tokens they are divided by.
     routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
-    # How many rows are valid, and whether they fitted.
-    valid = _marks(model.experts) if model.capacity_factor is not None else 0
-    kept = sum(expert_buffers(config, layer, places)) + valid
+    # Whether they fitted; how many are valid is the last of the ends of the groups.
+    fitted = _FLAG if model.capacity_factor is not None else 0
+    kept = sum(expert_buffers(config, layer, places)) + fitted
     return stream + normalized + scores + routing + kept + _marks(model.experts)
 
 
@@ -209,6 +206,15 @@ def shared_buffers(config: TrainConfig, layer: int) -> list[int]:
     if _shares_input(config, layer):
         return [hidden, 0]
     return [hidden, _columns(config, name, (tokens, model.hidden), 1)]
+
+
+def offered_by_shared(config: TrainConfig, layer: int) -> list[int]:
+    """Bytes of what a stash is offered by the expert that every token goes to."""
+    offered = shared_buffers(config, layer)
+    # The router keeps the same values, but not marked as the shared expert marks them.
+    if offered and _shares_input(config, layer):
+        offered.append(layer_input_bytes(config))
+    return offered
 
 
 def _shares_input(config: TrainConfig, layer: int) -> bool:

@@ -35,6 +35,7 @@ from .estimate import (
     itemsize_of,
     kept_format,
     layer_input_bytes,
+    offered_by_shared,
     shared_buffers,
     stash_bytes,
 )
@@ -45,9 +46,6 @@ from .stash import pool_margin
 #: Of the matmul library on a Hopper GPU, for the thread of forward and for that of backward.
 WORKSPACES = 2 * 32 * 2**20
 _FLOAT32 = 4
-# Of a layer that runs backward, and of the one that is expected next, a stash has the buffers at
-# full size: copied back, or never let go if backward begins with them.
-_WHOLE_LAYERS = 2
 
 
 def peak_bytes(config: TrainConfig) -> int:
@@ -60,12 +58,12 @@ def moments(config: TrainConfig) -> dict[str, int]:
     numbers, layers = estimate(config), config.model.layers
     resident = numbers.weight_bytes + numbers.optimizer_bytes + pool_bytes(config) + WORKSPACES
     is_recomputed = config.recompute != "none"
-    taken = _taken_bytes(config) if stash_bytes(config) else 0
+    taken = sum(_taken_buffers(config))
     kept = layer_input_bytes(config) if is_recomputed else numbers.layer_bytes - taken
     logits = forward_tokens(config) * config.model.vocabulary * _FLOAT32
     ends = ends_saved_bytes(config)
-    whole = min(_WHOLE_LAYERS, layers) * taken
-    working = _working_bytes(config) + whole
+    whole = _whole_bytes(config)
+    working = _working_bytes(config) + _shared_results(config) + whole
     working += (numbers.layer_bytes if is_recomputed else 0) + layer_input_bytes(config)
     # The head's input and its log-probabilities are no longer there when layers run backward.
     inside = resident + ends - logits - layer_input_bytes(config) + working
@@ -90,10 +88,39 @@ def pool_bytes(config: TrainConfig) -> int:
     return Sizing(margin=pool_margin(config)).pages(pages, page_bytes) * page_bytes
 
 
-def _taken_bytes(config: TrainConfig) -> int:
-    """The bytes of a layer's buffers that a stash lets go."""
-    buffers = [*expert_buffers(config, 0, buffer_rows(config)), *shared_buffers(config, 0)]
-    return sum(nbytes for nbytes in buffers if nbytes > config.stash_page_bytes)
+def _taken_buffers(config: TrainConfig) -> list[int]:
+    """Bytes of each of a layer's buffers that a stash lets go."""
+    return _taken(config, expert_buffers(config, 0, buffer_rows(config))) + _taken(
+        config, shared_buffers(config, 0)
+    )
+
+
+def _taken(config: TrainConfig, buffers: list[int]) -> list[int]:
+    has_stash = stash_bytes(config) > 0
+    return [nbytes for nbytes in buffers if has_stash and nbytes > config.stash_page_bytes]
+
+
+def _whole_bytes(config: TrainConfig) -> int:
+    """What a stash has at full size while the experts of a layer run backward.
+
+    It is what they saved and what is expected next, that of the shared expert or of the next
+    layer: copied back, or never let go if backward begins with it.
+    """
+    own = sum(_taken(config, expert_buffers(config, 0, buffer_rows(config))))
+    if config.model.shared_width:
+        return own + sum(_taken(config, offered_by_shared(config, 0)))
+    return min(2, config.model.layers) * own
+
+
+def _shared_results(config: TrainConfig) -> int:
+    """What the shared expert leaves, which runs backward before the others, less what it read."""
+    model = config.model
+    if not model.shared_width:
+        return 0
+    buffers = shared_buffers(config, 0)
+    weights = 3 * model.hidden * model.shared_width * itemsize_of(config)
+    read = sum(buffers) - sum(_taken(config, buffers))
+    return layer_input_bytes(config) + weights - read
 
 
 def _gradient_bytes(config: TrainConfig) -> tuple[int, int, int]:
