@@ -181,7 +181,7 @@ def test_spilled_bytes_are_those_of_the_step_though_the_pool_is_replaced(tmp_pat
     assert ours.stash is not None
     # A pool that knows nothing yet: everything goes to the host, and then it grows.
     assert ours.stash.pool._replace(0) is True
-    ours.stash.pool._high = 0.0
+    ours.stash.pool._need.pages = 0.0
     readings = [ours.step().stash for _ in range(4)]
     spilled = [r.stash_spilled_bytes for r in readings if r is not None]
     assert spilled[0] == readings[0].stash_pages_used * 64 > 0  # pyright: ignore[reportOptionalMemberAccess]
