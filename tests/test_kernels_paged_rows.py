@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from backstash import kernels
-from backstash.kernels import ActivationGradients, PagedRows
+from backstash.kernels import ActivationGradients
+from paged_cases import in_pages, new_pool
 from pages_cases import Pool
 
 ROWS, PAGE = 37, 64
 
 
-def in_pages(pool: Pool, valid: int, *tensors: Tensor) -> list[PagedRows]:
-    """Buffers of one launch, of which so many rows are valid."""
-    sources = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    widths = [source.numel() // len(t) for source, t in zip(sources, tensors, strict=True)]
-    held = pool.stash(sources, [torch.tensor(valid)] * len(tensors), widths)
-    return [
-        PagedRows(
-            pool.device_pages,
-            pool.host_pages,
-            held.table,
-            place,
-            len(tensors),
-            pool.page_bytes,
-            tensor.dtype,
-            tensor.shape,
-        )
-        for place, tensor in enumerate(tensors)
-    ]
-
-
 def pool(pages: int = 4096, host_pages: int = 0) -> Pool:
-    return Pool(pages, host_pages, PAGE)
+    return new_pool(pages, host_pages, PAGE)
 
 
 @pytest.mark.parametrize("valid", [0, 1, 16, 36, 37, 99])

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
+from backstash.kernels.paged_rows import Lookup, find_values, is_in_chunks, lookup_of, valid_rows
 from backstash.kernels.reference import activation as reference
 from backstash.kernels.reference.activation import (
     ACTIVATIONS,
@@ -26,6 +27,7 @@ from backstash.kernels.reference.activation import (
     check_activation,
     curve_name,
 )
+from backstash.kernels.reference.paged_rows import PagedRows
 
 _ROWS = 8
 _COLUMNS = 256
@@ -96,30 +98,60 @@ def _activate_backward_kernel(
     dh_stride,
     a_stride,
     prob_stride,
+    h_pages,
+    prob_pages,
     CURVE: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
+    H_PAGE: tl.constexpr,
+    PROB_PAGE: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     m_row = i_row < rows
+    m_h = m_row
+    if H_PAGE:
+        valid, in_pages = valid_rows(h_pages, h_stride)
+        # Rows that are in no page have no gradient.
+        if tl.program_id(0) * BT >= valid:
+            return
+        m_row = i_row < valid
+        m_h = i_row < in_pages
     dprob = tl.zeros([BT, BI], tl.float32)
     prob = tl.zeros([BT], tl.float32)
-    if p_prob is not None:
+    if PROB_PAGE:
+        _, in_pages = valid_rows(prob_pages, 1)
+        m_prob = m_row & (i_row < in_pages)
+        p_weight = find_values(prob_pages, i_row, m_prob, PROB_PAGE)
+        prob = tl.load(p_weight, mask=m_prob, other=0).to(tl.float32)
+    elif p_prob is not None:
         prob = tl.load(p_prob + i_row * prob_stride, mask=m_row, other=0).to(tl.float32)
     for first in range(0, columns, BI):
         i_column = first + tl.arange(0, BI)
         mask = m_row[:, None] & (i_column < columns)[None, :]
-        o_h = i_row[:, None] * h_stride + i_column[None, :]
+        if H_PAGE:
+            # A chunk of columns lies in one page: it is looked up once.
+            mask_h = m_h[:, None] & (i_column < columns)[None, :]
+            p_gates = find_values(h_pages, i_row * h_stride + first, m_h, H_PAGE)[:, None]
+            p_gates += tl.arange(0, BI)[None, :]
+            if p_dup is not None:
+                o_up = i_row * h_stride + columns + first
+                p_ups = find_values(h_pages, o_up, m_h, H_PAGE)[:, None] + tl.arange(0, BI)[None, :]
+        else:
+            mask_h = mask
+            o_h = i_row[:, None] * h_stride + i_column[None, :]
+            p_gates = p_gate + o_h
+            if p_dup is not None:
+                p_ups = p_up + o_h
         o_dh = i_row[:, None] * dh_stride + i_column[None, :]
         o_da = i_row[:, None] * da_stride + i_column[None, :]
         da = tl.load(p_da + o_da, mask=mask, other=0).to(tl.float32)
-        gate = tl.load(p_gate + o_h, mask=mask, other=0).to(tl.float32)
+        gate = tl.load(p_gates, mask=mask_h, other=0).to(tl.float32)
         value, slope = _curve(gate, CURVE)
         plain = value
-        if p_up is not None:
-            up = tl.load(p_up + o_h, mask=mask, other=0).to(tl.float32)
+        if p_dup is not None:
+            up = tl.load(p_ups, mask=mask_h, other=0).to(tl.float32)
             plain = value * up
-        if p_prob is not None:
+        if p_dprob is not None:
             dprob += da * plain
             da = da * prob[:, None]
             plain *= prob[:, None]
@@ -127,11 +159,11 @@ def _activate_backward_kernel(
         if p_a is not None:
             o_a = i_row[:, None] * a_stride + i_column[None, :]
             tl.store(p_a + o_a, plain.to(p_a.dtype.element_ty), mask=mask)
-        if p_up is not None:
+        if p_dup is not None:
             tl.store(p_dup + o_dh, (da * value).to(p_dup.dtype.element_ty), mask=mask)
             da = da * up
         tl.store(p_dgate + o_dh, (da * slope).to(p_dgate.dtype.element_ty), mask=mask)
-    if p_prob is not None:
+    if p_dprob is not None:
         dprob_T = tl.sum(dprob, 1)
         tl.store(p_dprob + i_row, dprob_T.to(p_dprob.dtype.element_ty), mask=m_row)
 
@@ -164,26 +196,36 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
 
 def activate_backward(
     da_TI: Tensor,
-    h_TF: Tensor,
-    prob_T: Tensor | None,
+    h_TF: Tensor | PagedRows,
+    prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``."""
+    """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
+
+    What is in pages is read there; then the gradients of rows that are in no page stay as they are.
+    """
     if h_TF.dtype is torch.float64:
         return reference.activate_backward(da_TI, h_TF, prob_T, activation, into)
     check_activation(h_TF, prob_T, activation, da_TI)
-    h_TF, da_TI = unit_columns(h_TF), unit_columns(da_TI)
-    dh_TF, dprob_T, a_TI = into or _new_gradients(h_TF, prob_T)
-    gate_TI, up_TI = _halves(h_TF, activation)
+    da_TI = unit_columns(da_TI)
+    h_pages, prob_pages = _lookup(h_TF), _lookup(prob_T)
+    gate_TI = up_TI = None
+    if isinstance(h_TF, PagedRows):
+        h_stride = h_TF.shape[1]
+    else:
+        h_TF = unit_columns(h_TF)
+        gate_TI, up_TI = _halves(h_TF, activation)
+        h_stride = h_TF.stride(0)
+    dh_TF, dprob_T, a_TI = into or _new_gradients(da_TI, h_TF, prob_T)
     dgate_TI, dup_TI = _halves(dh_TF, activation)
-    rows, columns = gate_TI.shape
+    rows, columns = dgate_TI.shape
     if rows and columns:
         _activate_backward_kernel[(triton.cdiv(rows, _ROWS),)](
             da_TI,
             gate_TI,
             up_TI,
-            prob_T,
+            prob_T if isinstance(prob_T, Tensor) else None,
             dgate_TI,
             dup_TI,
             dprob_T,
@@ -191,20 +233,45 @@ def activate_backward(
             rows,
             columns,
             da_TI.stride(0),
-            h_TF.stride(0),
+            h_stride,
             dh_TF.stride(0),
             0 if a_TI is None else a_TI.stride(0),
-            0 if prob_T is None else prob_T.stride(0),
+            prob_T.stride(0) if isinstance(prob_T, Tensor) else 0,
+            h_pages,
+            prob_pages,
+            H_PAGE=_values_a_page(h_TF),
+            PROB_PAGE=_values_a_page(prob_T),
             **_tile(columns, activation),
         )
     return dh_TF, dprob_T
 
 
-def _new_gradients(h_TF: Tensor, prob_T: Tensor | None) -> ActivationGradients:
+def activates_pages(paged: PagedRows, activation: str) -> bool:
+    """Does :func:`activate_backward` read this pre-activation, or these weights, where they are?"""
+    if paged.dtype is torch.float64 or paged.dtype.itemsize > paged.page_bytes:
+        return False
+    if len(paged.shape) == 1:
+        return True
+    columns = paged.shape[1] // 2 if ACTIVATIONS[activation] else paged.shape[1]
+    chunk = _tile(columns, activation)["BI"]
+    return len(paged.shape) == 2 and columns % chunk == 0 and is_in_chunks(paged, chunk)
+
+
+def _lookup(value: Tensor | PagedRows | None) -> Lookup | None:
+    return lookup_of(value) if isinstance(value, PagedRows) else None
+
+
+def _values_a_page(value: Tensor | PagedRows | None) -> int:
+    return value.page_bytes // value.dtype.itemsize if isinstance(value, PagedRows) else 0
+
+
+def _new_gradients(
+    da_TI: Tensor, h_TF: Tensor | PagedRows, prob_T: Tensor | PagedRows | None
+) -> ActivationGradients:
     # Rows are side by side, however those of the values lie.
-    dh_TF = h_TF.new_empty(h_TF.shape)
+    dh_TF = da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)
     # Rows without columns add up to nothing, and no program writes that.
-    dprob_T = None if prob_T is None else prob_T.new_zeros(prob_T.shape)
+    dprob_T = None if prob_T is None else da_TI.new_zeros(prob_T.shape, dtype=prob_T.dtype)
     return ActivationGradients(dh_TF, dprob_T, None)
 
 

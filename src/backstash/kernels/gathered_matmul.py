@@ -1,29 +1,33 @@
-"""Grouped products of rows that are copies of tokens, on a GPU: the twins of the reference.
+"""Grouped products of rows that are elsewhere, on a GPU: the twins of the reference.
 
-On a Hopper GPU 16-bit floats are read from where the tokens are, and every number of the result is
-that of the products of copies.  Elsewhere, and where a token is not whole units of memory, the
-copies are made first.
+Rows are copies of tokens, or they are in pages.  On a Hopper GPU 16-bit floats are read from where
+the tokens are, and every number of the result is that of the products of copies.  Elsewhere, and
+where a token is not whole units of memory, the copies are made first.  Rows in pages are read there
+or not at all: :func:`multiplies_pages` says it, and whoever has them copies them back.
 
 Letters: T tokens, R rows, K input features, N output features, G groups.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from backstash.device import capability
 from backstash.kernels.grouped_matmul import grouped_mm, grouped_mm_dw, grouped_mm_dx
+from backstash.kernels.paged_rows import is_in_chunks
 from backstash.kernels.permutation import permute
 from backstash.kernels.reference.gathered_mm import check_source
 from backstash.kernels.reference.grouped_mm import check_grouped, check_grouped_dw
+from backstash.kernels.reference.paged_rows import PagedRows
 
 try:
     from backstash.kernels.gathered_columns import Copies, multiply_gathered_columns
     from backstash.kernels.gathered_rows import multiply_gathered_rows
+    from backstash.kernels.paged_columns import CHUNK, multiply_paged_columns
     from backstash.kernels.warpgroups import DTYPES, aligned, is_aligned
 except (ImportError, AttributeError):
     # Gluon is new in Triton and still changes its names.
-    DTYPES = {}
+    DTYPES, CHUNK = {}, 1
 
 _HOPPER = 9
 # Triton knows of a number only whether it is whole sixteens; a block of rows has 64 columns.
@@ -70,13 +74,29 @@ def gathered_mm_dw_of_output(
     return multiply_gathered_columns(dy_TN, aligned(x_RK), source_R, ends_G, Copies.OF_GRADIENT)
 
 
+def multiplies_pages(paged: PagedRows) -> bool:
+    """Does :func:`grouped_mm_dw_of_pages` read this matrix where it is?"""
+    if paged.dtype not in DTYPES or len(paged.shape) != 2 or not is_in_chunks(paged, CHUNK):
+        return False
+    return capability(paged.device)[0] == _HOPPER
+
+
+def grouped_mm_dw_of_pages(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tensor:
+    """Give the gradient of a weight whose rows are in pages: ``dw[g] = dy[g].T @ x[g]``."""
+    check_grouped_dw(dy_TN, dy_TN.new_empty(1, dtype=x.dtype).expand(x.shape), ends_G)
+    groups = ends_G.shape[0]
+    if not (dy_TN.numel() and groups):
+        return dy_TN.new_zeros(groups, dy_TN.shape[1], x.shape[1])
+    return multiply_paged_columns(aligned(dy_TN), x, ends_G)
+
+
 def _is_read_in_place(tokens: Tensor, source_R: Tensor, columns: int) -> bool:
     """Say if the kernels for Hopper read rows of these tokens, in blocks of so many columns."""
     if tokens.dtype not in DTYPES or tokens.ndim != 2 or not (tokens.numel() and len(source_R)):
         return False
     if tokens.shape[1] % columns or tokens.stride(0) % _UNIT or not is_aligned(tokens):
         return False
-    return torch.cuda.get_device_capability(tokens.device)[0] == _HOPPER
+    return capability(tokens.device)[0] == _HOPPER
 
 
 def _check_dw(rows: Tensor, tokens: Tensor, ends_G: Tensor, source_R: Tensor) -> None:

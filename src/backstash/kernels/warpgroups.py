@@ -216,16 +216,29 @@ def store_rows(c_desc, c_smem, total, end, rows, column, HALF: gl.constexpr, BN:
 
 @gluon.jit
 def store_block(c_desc, c_smem, total, group, row, column, HALF: gl.constexpr, BN: gl.constexpr):
-    """Store a warpgroup's part of a tile into a group's matrix."""
+    """Store a warpgroup's part of a tile into a group's matrix.
+
+    Where its blocks have as many columns as the part has rows, the part is stored turned.
+    """
     low, high = _halves(total.to(c_desc.dtype), HALF, BN)
-    tma.store_wait(0)
-    c_smem.store(low.reshape([1, HALF, BN // 2]))
-    fence_async_shared()
-    async_store(c_desc, [group, row, column], c_smem)
-    tma.store_wait(0)
-    c_smem.store(high.reshape([1, HALF, BN // 2]))
-    fence_async_shared()
-    async_store(c_desc, [group, row, column + BN // 2], c_smem)
+    if c_desc.type.block_type.shape[2] == HALF:
+        tma.store_wait(0)
+        c_smem.store(low.permute(1, 0).reshape([1, BN // 2, HALF]))
+        fence_async_shared()
+        async_store(c_desc, [group, column, row], c_smem)
+        tma.store_wait(0)
+        c_smem.store(high.permute(1, 0).reshape([1, BN // 2, HALF]))
+        fence_async_shared()
+        async_store(c_desc, [group, column + BN // 2, row], c_smem)
+    else:
+        tma.store_wait(0)
+        c_smem.store(low.reshape([1, HALF, BN // 2]))
+        fence_async_shared()
+        async_store(c_desc, [group, row, column], c_smem)
+        tma.store_wait(0)
+        c_smem.store(high.reshape([1, HALF, BN // 2]))
+        fence_async_shared()
+        async_store(c_desc, [group, row, column + BN // 2], c_smem)
 
 
 @gluon.jit

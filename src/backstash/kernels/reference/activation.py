@@ -70,7 +70,7 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
 
 def activates_pages(paged: PagedRows, activation: str) -> bool:
     """Does :func:`activate_backward` read this pre-activation, or these weights, where they are?"""
-    return len(paged.shape) in (1, 2) and not paged.device_pages.is_cuda
+    return len(paged.shape) in (1, 2)
 
 
 def activate_backward(
@@ -142,7 +142,10 @@ def _curve(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def check_activation(
-    h_TF: Tensor, prob_T: Tensor | None, activation: str, da_TI: Tensor | None = None
+    h_TF: Tensor | PagedRows,
+    prob_T: Tensor | PagedRows | None,
+    activation: str,
+    da_TI: Tensor | None = None,
 ) -> None:
     """Refuse an activation that there is none of, and shapes that do not fit each other."""
     if activation not in ACTIVATIONS:
@@ -150,7 +153,7 @@ def check_activation(
             f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; "
             "pick one of these"
         )
-    if h_TF.ndim != 2 or (ACTIVATIONS[activation] and h_TF.shape[1] % 2):
+    if len(h_TF.shape) != 2 or (ACTIVATIONS[activation] and h_TF.shape[1] % 2):
         columns = "an even number of columns" if ACTIVATIONS[activation] else "columns"
         raise ShapeError(
             f"{activation} needs rows and {columns} (T, F), got {tuple(h_TF.shape)}; "

@@ -67,7 +67,7 @@ def page_values(paged: PagedRows) -> Tensor:
 
 def multiplies_pages(paged: PagedRows) -> bool:
     """Does :func:`grouped_mm_dw_of_pages` read this matrix where it is?"""
-    return len(paged.shape) == 2 and not paged.device_pages.is_cuda
+    return len(paged.shape) == 2
 
 
 def grouped_mm_dw_of_pages(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tensor:
