@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from backstash.kernels.launches import Launcher
+pytest.importorskip("triton")
+launches = importlib.import_module("backstash.kernels.launches")
+Launcher = launches.Launcher
+STREAM = 77
 
 
 class Kernel:
     """A kernel that notes what is asked of Triton, and what is launched of what it compiled."""
 
     arg_names = ("x", "n", "B", "C")
+    function, packed_metadata = "function", "metadata"
 
-    def __init__(self, *, is_interpreted: bool = False) -> None:
+    def __init__(self) -> None:
         self.asked: list[Any] = []
         self.launched: list[Any] = []
-        self.is_interpreted = is_interpreted
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compiled(*args: Any) -> None:
-            self.launched.append((grid, args))
-
         def ask(*args: Any, **constants: Any) -> Any:
             self.asked.append((grid, args, constants))
-            return None if self.is_interpreted else self
+            return self
 
-        return compiled if len(grid) == 3 else ask
+        return ask
+
+    def run(self, *args: Any) -> None:
+        self.launched.append(args)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launches, "current_gpu", lambda: 0)
     return Kernel()
 
 
@@ -46,10 +52,10 @@ def test_the_first_launch_is_tritons_own_and_the_next_is_of_what_it_compiled(ker
     launch(7, X, 32, C=5, B=3, num_warps=4)
     launch(9, y, 48, C=5, B=3, num_warps=4)
     assert kernel.asked == [((7,), (X, 32), {"C": 5, "B": 3, "num_warps": 4})]
-    ((grid, args),) = kernel.launched
-    assert grid == (9, 1, 1)
-    assert args[0] is y
-    assert args[1:] == (48, 3, 5)
+    ((*first, x, n, block, c),) = kernel.launched
+    assert first == [9, 1, 1, STREAM, "function", "metadata", None, None, None]
+    assert x is y
+    assert (n, block, c) == (48, 3, 5)
 
 
 OTHERS = {
@@ -74,9 +80,10 @@ def test_triton_is_asked_again_where_it_may_compile_something_else(kernel, other
 def test_triton_is_asked_again_on_another_device(kernel, monkeypatch):
     launch = Launcher(kernel)
     for device in (0, 1, 0, 1):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda at=device: at)
+        monkeypatch.setattr(launches, "current_gpu", lambda at=device: at)
         launch(1, X, 32, B=3, C=0)
-    assert len(kernel.asked) == len(kernel.launched) == 2
+    assert len(kernel.asked) == 2
+    assert [args[3] for args in kernel.launched] == [STREAM, STREAM + 1]
 
 
 def test_of_a_tuple_each_is_looked_at(kernel):
@@ -99,8 +106,27 @@ def test_what_says_its_kind_is_told_apart_by_it(kernel):
     assert len(kernel.asked) == 2
 
 
-def test_an_interpreted_kernel_is_asked_each_time(kernel):
-    kernel.is_interpreted = True
+def test_any_float_is_like_any_other(kernel):
+    launch = Launcher(kernel)
+    for value in (0.5, 1.5):
+        launch(1, value, 32, B=3, C=0)
+    assert len(kernel.asked) == len(kernel.launched) == 1
+
+
+def test_who_watches_launches_sees_each_of_them(kernel, monkeypatch):
+    launch = Launcher(kernel)
+    launch(1, X, 32, B=3, C=0)
+    chain = launches.knobs.HookChain()
+    monkeypatch.setattr(launches.knobs.runtime, "launch_enter_hook", chain)
+    for watches, wanted in ((False, 1), (True, 2), (False, 2)):
+        chain.calls = [print] if watches else []
+        launch(1, X, 32, B=3, C=0)
+        assert len(kernel.asked) == wanted
+    assert len(kernel.launched) == 2
+
+
+def test_an_interpreted_kernel_is_asked_each_time(kernel, monkeypatch):
+    monkeypatch.setattr(launches.knobs.runtime, "interpret", True)
     launch = Launcher(kernel)
     for _ in range(2):
         launch(1, X, 32, B=3, C=0)

@@ -124,6 +124,11 @@ def processor_count(device: torch.device) -> int:
     return _PROCESSORS[device]
 
 
+def current_gpu() -> int:
+    """Return the number of the GPU that launches go to; there is one, or nobody asks."""
+    return torch._C._cuda_getDevice()
+
+
 # Asked at every launch, and what torch answers from costs microseconds.
 _CAPABILITIES: dict[torch.device, tuple[int, int]] = {}
 _PROCESSORS: dict[torch.device, int] = {}

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from backstash.device import capability
+from backstash.device import capability, current_gpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,13 +50,16 @@ def choosing(
 
     @functools.wraps(reference)
     def operation(first: Any, *args: Any, **kwargs: Any) -> Any:
+        # Most calls are on the current device, and this runs at each of them.
+        if not torch.compiler.is_compiling() and type(first) in _PLAIN and first.is_cuda:
+            is_current = first.get_device() == current_gpu()
+            if is_current and capability(first.device) >= first_capability:
+                return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         x = first if isinstance(first, torch.Tensor) else first[0]
         is_here = x.is_cuda and not _has_no_memory(x)
         if not is_here or capability(x.device) < first_capability:
             return reference(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         # Triton launches on the current device, whatever device its arguments are on.
-        if not torch.compiler.is_compiling() and x.get_device() == torch.cuda.current_device():
-            return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         with torch.cuda.device(x.device):
             return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -75,5 +78,6 @@ def _has_no_memory(x: torch.Tensor) -> bool:
     return kind.__torch_dispatch__ is not _NO_DISPATCH
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # What a class has that runs operations as plain tensors do.
 _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]

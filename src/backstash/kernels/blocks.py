@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import next_power_of_2
 
 
@@ -82,6 +83,9 @@ def _table_kernel(
     write_table(p_ends, p_table, tl.program_id(0), groups, rows, blocks, B, BG, CHUNK)
 
 
+_write_table = Launcher(_table_kernel)
+
+
 @triton.jit
 def locate_block(p_table, rows, i_block, B: tl.constexpr):
     """The first row of a block, the row after its last, and its group: the last in the tail."""
@@ -137,7 +141,7 @@ def block_table(ends_G: Tensor | None, rows: int, block: int) -> Tensor | None:
     table_S4 = torch.empty(blocks, 4, dtype=torch.int32, device=ends_G.device)
     groups = ends_G.shape[0]
     tile: dict[str, Any] = {"B": block, "BG": next_power_of_2(groups), "CHUNK": 256}
-    _table_kernel[(groups + 1,)](ends_G.contiguous(), table_S4, groups, rows, blocks, **tile)
+    _write_table(groups + 1, ends_G.contiguous(), table_S4, groups, rows, blocks, **tile)
     return table_S4
 
 

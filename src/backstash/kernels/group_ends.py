@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.group_ends import Fitted, check_counts
 from backstash.kernels.sizes import next_power_of_2
 
@@ -33,6 +34,9 @@ def _fit_kernel(p_counts, p_ends, p_left, p_overflow, groups, rows, BG: tl.const
     tl.store(p_overflow, tl.sum(count, 0) > rows)
 
 
+_fit = Launcher(_fit_kernel)
+
+
 def fit_groups(counts_G: Tensor, rows: int) -> Fitted:
     """Cut the groups off at ``rows``, the last groups' rows first."""
     check_counts(counts_G)
@@ -42,5 +46,5 @@ def fit_groups(counts_G: Tensor, rows: int) -> Fitted:
     left_G = torch.empty(groups, dtype=torch.int32, device=device)
     overflow = torch.empty(1, dtype=torch.bool, device=device)
     tile: dict[str, Any] = {"BG": next_power_of_2(groups)}
-    _fit_kernel[(1,)](counts_G, ends_G, left_G, overflow, groups, rows, **tile)
+    _fit(1, counts_G, ends_G, left_G, overflow, groups, rows, **tile)
     return Fitted(ends_G, left_G, overflow)

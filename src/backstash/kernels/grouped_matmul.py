@@ -24,6 +24,7 @@ from torch import Tensor
 from backstash.device import capability
 from backstash.kernels import grouped_plain
 from backstash.kernels.blocks import block_count, block_table, locate_block, unit_columns
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference import grouped_mm as reference
 from backstash.kernels.reference.grouped_mm import (
     check_group_bias,
@@ -138,6 +139,10 @@ def _add_bias_kernel(
     tl.store(p_tile, total.to(p_sum.dtype.element_ty), mask=mask)
 
 
+_sum_parts = Launcher(_group_sum_kernel)
+_add_bias = Launcher(_add_bias_kernel)
+
+
 def grouped_mm(x_TK: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     """Multiply each row by its group's weight: ``y_TN[t] = w_GNK[g(t)] @ x_TK[t]``."""
     if not _has_kernels(x_TK):
@@ -196,8 +201,16 @@ def group_sum(x_TN: Tensor, ends_G: Tensor) -> Tensor:
     }
     programs = groups * _PARTS * ceil_div(columns, tile["BK"])
     if programs:
-        _group_sum_kernel[(programs,)](
-            x_TN, ends_G.contiguous(), sum_PGN, groups, rows, columns, x_TN.stride(0), **tile
+        _sum_parts(
+            programs,
+            x_TN,
+            ends_G.contiguous(),
+            sum_PGN,
+            groups,
+            rows,
+            columns,
+            x_TN.stride(0),
+            **tile,
         )
     return sum_PGN.sum(0).to(x_TN.dtype)
 
@@ -216,7 +229,8 @@ def add_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> Tensor:
     }
     programs = block_count(rows, ends_G, _ROWS) * ceil_div(columns, tile["BK"])
     if programs:
-        _add_bias_kernel[(programs,)](
+        _add_bias(
+            programs,
             y_TN,
             bias_GN.contiguous(),
             sum_TN,

@@ -1,11 +1,12 @@
 """Launches of kernels that are compiled already, without asking Triton again which one it is.
 
 For every launch Triton looks at each argument, each option and the environment, and writes down
-the layouts in words, to find what it has compiled for such arguments.  That takes longer than the
-launch.  Here the same is found by a key of all that a kernel may be compiled for: of a tensor its
-dtype and whether its address is whole units of 16 bytes; of a number whether it is one, whole
-sixteens, or more than 32 bits; of a descriptor its dtype and its block; constants as they are.
-The first launch with a key is Triton's own.
+the layouts in words, to find what it has compiled for such arguments.  That takes several times
+as long as the launch.  Here the same is found by a key of all that a kernel may be compiled for:
+of a tensor its dtype and whether its address is whole units of 16 bytes; of a whole number
+whether it is one, whole sixteens, or more than 32 bits; of a descriptor its dtype and its block;
+constants as they are.  The first launch with a key is Triton's own, and so is each one while
+somebody watches launches by Triton's hooks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from backstash.device import current_gpu
 
 _ALIGNED_BYTES = 16
 _WHOLE = 16
@@ -25,6 +30,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._is_interpreted = knobs.runtime.interpret
         # As many as there are kinds of arguments, each of which Triton keeps a kernel for as well.
         self._known: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
@@ -33,28 +39,51 @@ class Launcher:
 
         ``args`` are the kernel's first parameters, ``constants`` the others and options.
         """
-        # Where there is no GPU, an interpreter runs.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *map(_kind, args), *constants.items())
-        known = self._known.get(key)
-        if known is not None:
-            compiled, last = known
-            compiled[programs, 1, 1](*args, *last)
+        if self._is_interpreted or torch.compiler.is_compiling():
+            self.kernel[(programs,)](*args, **constants)
             return
+        device = current_gpu()
+        # As _kind() says, without calls for nearly all of them: this runs at each launch.
+        kinds = [
+            (value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0)
+            if type(value) is Tensor
+            else (value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE)
+            if type(value) is int
+            else _kind(value)
+            for value in args
+        ]
+        key = (device, *kinds, *constants.items())
+        known = self._known.get(key)
+        if known is None or _are_watched():
+            self._known[key] = self._ask(programs, args, constants)
+            return
+        compiled, last = known
+        active: Any = driver.active
+        stream = active.get_current_stream(device)
+        described = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(programs, 1, 1, stream, *described, *args, *last)
+
+    def _ask(self, programs: int, args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """Triton's own launch, and what it launched."""
         compiled = self.kernel[(programs,)](*args, **constants)
-        # An interpreter compiles nothing.
-        if compiled is not None:
-            names = self.kernel.arg_names[len(args) :]
-            self._known[key] = compiled, [constants[name] for name in names]
+        return compiled, [constants[name] for name in self.kernel.arg_names[len(args) :]]
 
 
 def _kind(value: Any) -> Any:
     """What a kernel may be compiled for."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0
-    if type(value) is tuple:
-        return tuple(map(_kind, value))
     if type(value) is int:
         return value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE
+    if type(value) is float:
+        return float
+    if type(value) is tuple:
+        return tuple(map(_kind, value))
     # A descriptor says it; what is left is None or a constant.
     return getattr(value, "kind", value)
+
+
+def _are_watched() -> bool:
+    """Does a profiler of Triton want to be told of each launch?"""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.permute import check_permute, check_unpermute
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
@@ -78,6 +79,10 @@ def _unpermute_kernel(
     tl.store(p_token, total.to(p_sum.dtype.element_ty), mask=mask)
 
 
+_copy_rows = Launcher(_permute_kernel)
+_add_up = Launcher(_unpermute_kernel)
+
+
 def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     """Copy each row's token to it: ``x_RH[r] = x_TH[source_R[r]]``."""
     check_permute(x_TH, source_R)
@@ -88,8 +93,8 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns, most)}
     programs = ceil_div(rows, _ROWS) * ceil_div(columns, tile["BH"])
     if programs:
-        _permute_kernel[(programs,)](
-            x_TH, source_R.contiguous(), x_RH, rows, columns, x_TH.stride(0), **tile
+        _copy_rows(
+            programs, x_TH, source_R.contiguous(), x_RH, rows, columns, x_TH.stride(0), **tile
         )
     return x_RH
 
@@ -113,7 +118,8 @@ def unpermute(
     }
     programs = tokens * ceil_div(columns, tile["BH"])
     if programs:
-        _unpermute_kernel[(programs,)](
+        _add_up(
+            programs,
             y_RH,
             slots_TK.contiguous(),
             valid,

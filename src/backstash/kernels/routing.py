@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference import permute as reference_permute
 from backstash.kernels.reference import routing as reference
 from backstash.kernels.reference.routing import (
@@ -215,6 +216,15 @@ def _parts_kernel(p_x, p_parts, rows, columns, BT: tl.constexpr, BE: tl.constexp
         rest -= rounded.to(tl.float32)
 
 
+_choose = Launcher(_top_kernel)
+_count_blocks = Launcher(_count_kernel)
+_add_up = Launcher(_add_up_kernel)
+_place = Launcher(_place_kernel)
+_weigh = Launcher(_weigh_kernel)
+_weigh_backward = Launcher(_weigh_backward_kernel)
+_cut = Launcher(_parts_kernel)
+
+
 def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
     """The experts with the largest ``scores + bias``, best first: ``(T, K)`` int64."""
     check_top(scores_TE, top_k)
@@ -227,7 +237,8 @@ def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
     expert_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
     tile = {"K": top_k, **_tile(experts)}
     if expert_TK.numel():
-        _top_kernel[(ceil_div(tokens, tile["BT"]),)](
+        _choose(
+            ceil_div(tokens, tile["BT"]),
             scores_TE,
             None if bias_E is None else bias_E.contiguous(),
             expert_TK,
@@ -258,7 +269,8 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
     slots_TK = torch.empty(expert_TK.shape, **new)
     count_SB, total_E = _count(expert_TK, num_experts)
     if source_R.shape[0]:
-        _place_kernel[(count_SB.shape[0],)](
+        _place(
+            count_SB.shape[0],
             expert_TK,
             count_SB,
             total_E,
@@ -282,8 +294,14 @@ def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
     prob_TK = torch.empty(tokens, copies, dtype=torch.float32, device=logits_TE.device)
     tile: dict[str, Any] = {"K": copies, "BK": next_power_of_2(max(copies, 1)), "BT": 64}
     if prob_TK.numel():
-        _weigh_kernel[(ceil_div(tokens, tile["BT"]),)](
-            logits_TE, expert_TK.contiguous(), prob_TK, tokens, logits_TE.stride(0), **tile
+        _weigh(
+            ceil_div(tokens, tile["BT"]),
+            logits_TE,
+            expert_TK.contiguous(),
+            prob_TK,
+            tokens,
+            logits_TE.stride(0),
+            **tile,
         )
     return prob_TK
 
@@ -300,7 +318,8 @@ def weigh_experts_backward(
     dlogits_TE = torch.empty(tokens, num_experts, **new)
     tile = {"K": copies, **_tile(num_experts)}
     if dlogits_TE.numel():
-        _weigh_backward_kernel[(ceil_div(tokens, tile["BT"]),)](
+        _weigh_backward(
+            ceil_div(tokens, tile["BT"]),
             dprob_TK.contiguous(),
             prob_TK.contiguous(),
             expert_TK.contiguous(),
@@ -320,7 +339,7 @@ def bfloat16_parts(x_TE: Tensor) -> Tensor:
     tile = _tile(columns)
     programs = ceil_div(rows, tile["BT"]) * ceil_div(columns, tile["BE"])
     if programs:
-        _parts_kernel[(programs,)](x_TE.contiguous(), parts_TP, rows, columns, **tile)
+        _cut(programs, x_TE.contiguous(), parts_TP, rows, columns, **tile)
     return parts_TP
 
 
@@ -331,10 +350,10 @@ def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     blocks, lanes = ceil_div(rows, _ROWS), tile["BE"]
     count_SB, total_E = torch.empty(blocks, lanes, **new), torch.empty(num_experts, **new)
     if blocks:
-        _count_kernel[(blocks,)](expert_TK, count_SB, rows, num_experts, **tile)
+        _count_blocks(blocks, expert_TK, count_SB, rows, num_experts, **tile)
     if num_experts:
         sizes: dict[str, Any] = {"LINES": 64, "LANES": _LANES, "BE": lanes}
-        _add_up_kernel[(lanes // _LANES,)](count_SB, total_E, blocks, num_experts, **sizes)
+        _add_up(lanes // _LANES, count_SB, total_E, blocks, num_experts, **sizes)
     return count_SB, total_E
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import next_power_of_2
 
 
@@ -44,6 +45,9 @@ def _order_kernel(p_ends, p_table, groups, rows, BG: tl.constexpr):
     tl.store(p_table + rank * 4 + 3, 0)
 
 
+_write_order = Launcher(_order_kernel)
+
+
 def groups_by_size(ends_G: Tensor, rows: int) -> Tensor:
     """The groups with the most rows first: int32 ``(G, 4)``, groups of one size in their order.
 
@@ -54,5 +58,5 @@ def groups_by_size(ends_G: Tensor, rows: int) -> Tensor:
     table_G4 = torch.empty(groups, 4, dtype=torch.int32, device=ends_G.device)
     tile: dict[str, Any] = {"BG": next_power_of_2(groups)}
     if groups:
-        _order_kernel[(groups,)](ends_G.contiguous(), table_G4, groups, rows, **tile)
+        _write_order(groups, ends_G.contiguous(), table_G4, groups, rows, **tile)
     return table_G4

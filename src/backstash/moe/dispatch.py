@@ -33,8 +33,8 @@ from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
-from backstash.opaque import opaque
 from backstash.nn.group_ends import AddedUp
+from backstash.opaque import opaque
 from backstash.saving import (
     differentiable_once,
     mark_grouped_tensor,
@@ -276,10 +276,11 @@ class _GatherWeights(torch.autograd.Function):
         if valid is None:
             dprob_TK = dprob_R.index_select(0, slots_TK.flatten()).view(slots_TK.shape)
             return dprob_TK, None, None, None
-        is_there_TK = slots_TK < valid
-        slot_R = slots_TK.where(is_there_TK, 0).flatten()
+        is_missing_TK = slots_TK >= valid
+        slot_R = slots_TK.masked_fill(is_missing_TK, 0).flatten()
         dprob_TK = dprob_R.index_select(0, slot_R).view(slots_TK.shape)
-        return dprob_TK.where(is_there_TK, 0), None, None, None
+        # Chosen, not multiplied with zero: what is not there may be NaN.
+        return dprob_TK.masked_fill_(is_missing_TK, 0), None, None, None
 
 
 class _Combine(torch.autograd.Function):

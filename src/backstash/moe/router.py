@@ -359,10 +359,10 @@ def _gradients_of_parts(
     """The gradients of ``x`` and ``weight`` from three parts of the gradient side by side."""
     parts_TP, dx, dweight = kernels.bfloat16_parts(dlogits_TE), None, None
     if weight_EH is not None:
-        dx = parts_TP @ weight_EH.repeat(3, 1)
+        dx = parts_TP @ torch.cat((weight_EH, weight_EH, weight_EH))
     if x_TH is not None:
-        dweight = torch.mm(parts_TP.t(), x_TH, out_dtype=torch.float32)
-        dweight = dweight.unflatten(0, (3, -1)).sum(0)
+        dweight_PH = torch.mm(parts_TP.t(), x_TH, out_dtype=torch.float32)
+        dweight = dweight_PH.view(3, -1, x_TH.shape[1]).sum(0)
     return dx, dweight
 
 
