@@ -42,15 +42,15 @@ class Lanes(OneLane):
     def here(self) -> str:
         return self.stack[-1]
 
-    def outward(self, after: Sequence[Any] = ()) -> contextlib.AbstractContextManager[None]:
+    def outward(self, after: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         return self._on("out", after)
 
-    def inward(self, after: Sequence[Any] = ()) -> contextlib.AbstractContextManager[None]:
+    def inward(self, after: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         return self._on("in", after)
 
     @contextlib.contextmanager
     def _on(self, lane: str, after: Sequence[Any]) -> Iterator[None]:
-        for event in (self.clocks[self.here()], *after):
+        for event in after:
             self.wait(event, lane)
         self.stack.append(lane)
         try:
@@ -69,8 +69,8 @@ class Lanes(OneLane):
         finally:
             self.stack.pop()
 
-    def event(self) -> Clock:
-        return dict(self.clocks[self.here()])
+    def event(self, stream: str | None = None) -> Clock:
+        return dict(self.clocks[stream or self.here()])
 
     def wait(self, event: Clock, stream: str) -> None:
         clock = self.clocks[stream]
@@ -132,6 +132,7 @@ class Traced:
             release(tables, *rest, **key)
 
         def finish_moves(moves: kernels.Moves) -> None:
+            self.lanes.touch(("list", moves.list_N.data_ptr()), "read")
             self.left.pop(moves.list_N.data_ptr())()
             finish(moves)
 
@@ -269,7 +270,7 @@ def test_the_simulation_notices_a_wait_that_is_left_out(
             plain_wait(event, stream)
 
     @contextlib.contextmanager
-    def lane(after: Sequence[Any] = ()) -> Iterator[None]:
+    def lane(after: Sequence[Any]) -> Iterator[None]:
         traced.lanes.stack.append("in" if method == "inward" else "out")
         yield
         traced.lanes.stack.pop()

@@ -12,7 +12,7 @@ def test_a_cpu_has_one_lane_in_which_nothing_is_ever_waited_for() -> None:
     assert isinstance(lane, OneLane)
     with lane.outward([lane.event()]):
         event = lane.event()
-    with lane.inward():
+    with lane.inward([]):
         lane.wait(event, lane.here())
     lane.host_wait(event)
     lane.lend(torch.ones(1), lane.here())

@@ -75,6 +75,7 @@ class Ledger:
             (_RECEIPTS, _RECEIPT_SPACING), RECEIPT_PENDING, dtype=torch.int64, pin_memory=pinned
         )
         self._arrivals = self.receipts.numpy()
+        self._places: dict[int, Tensor] = {}
         # The first is written by launches that nobody watches.
         self._unused = list(range(_RECEIPTS - 1, 0, -1))
         self._under_way: collections.deque[Account] = collections.deque()
@@ -120,7 +121,11 @@ class Ledger:
 
     def receipt_of(self, account: Account | None) -> Tensor:
         """Where the launch writes what it took."""
-        return self.receipts[0 if account is None else account.receipt, :1]
+        number = 0 if account is None else account.receipt
+        place = self._places.get(number)
+        if place is None:
+            place = self._places[number] = self.receipts[number, :1]
+        return place
 
     def poll(self) -> None:
         """Look which receipts have arrived; they do so in the order of the launches.

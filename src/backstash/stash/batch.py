@@ -144,7 +144,7 @@ class Batch:
         """
         buffers = [original.buffer for original in self.originals]
         self.launch = self.pool.stash(
-            buffers, self.account, self.number, after=[self.complete], leaving=leaving
+            buffers, self.account, self.number, after=self.complete, leaving=leaving
         )
         self.state = BatchState.COPYING
         self.lands_at = lands_at
@@ -267,9 +267,7 @@ class Batch:
                 streams.wait(self.launch.done, self.stream)
             if self.restored is not None and self.restored.by_slot:
                 streams.wait(self.restored.event, self.restored.stream)
-            for stream in self._readers:
-                with streams.on(stream):
-                    self.launch.reads.append(streams.event())
+            self.launch.reads += [streams.event(stream) for stream in self._readers]
         self.pool.drop(self.launch)
 
 

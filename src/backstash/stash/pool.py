@@ -135,10 +135,7 @@ class PagePool:
         return sum(-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers)
 
     def has_room(self, worst: int) -> bool:
-        """Is there room for ``worst`` pages on the device, as far as the host knows by now?
-
-        Inside :meth:`turn`.
-        """
+        """Inside :meth:`turn`: is there room on the device, as far as the host knows by now?"""
         self._give_back()
         self.memory.ledger.poll()
         return self.memory.ledger.room(worst)
@@ -164,12 +161,13 @@ class PagePool:
         account: Account | None,
         number: int,
         *,
-        after: Sequence[Event] = (),
+        after: Event = None,
         leaving: bool = False,
     ) -> Launch:
         """Copy buffers into pages, inside :meth:`turn`; they must live until ``done``.
 
-        The copy waits for ``after``.  With ``leaving`` the launch may have moves to be made.
+        The copy waits for ``after``, or else for what computes now.  With ``leaving`` the launch
+        may have moves to be made.
         """
         self._give_back()
         memory = self.memory
@@ -177,7 +175,8 @@ class PagePool:
         self.is_fixed |= captured
         slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
         moves = self._new_moves(slots) if leaving else None
-        with self.streams.outward(after):
+        behind = self.streams.event() if after is None else after
+        with self.streams.outward([behind]):
             length = kernels.table_length(len(buffers), slots)
             table = torch.empty(length, dtype=torch.int64, device=self.device)
             kernels.stash_pages(
@@ -225,7 +224,8 @@ class PagePool:
         if leaving:
             slots = self.pages_of([(d.nbytes, d.dtype) for d in destinations])
             moves = self._new_moves(slots)
-        with self.streams.inward([launch.done]):
+        # The destinations may be memory that what computes has let go, and is still using.
+        with self.streams.inward([launch.done, self.streams.event()]):
             kernels.restore_pages(
                 destinations,
                 places,
@@ -254,10 +254,7 @@ class PagePool:
         return kernels.new_moves(slots, self.memory.device_pages, self.page_bytes)
 
     def drop(self, held: Launch | Account) -> None:
-        """Give pages back, or the reservation of what was never stashed; from any thread.
-
-        Those of a few launches are given back at once, at the latest before pages are taken.
-        """
+        """Give pages back, or the reservation of what was never stashed; from any thread."""
         self._dropped.add(held)
         if self._dropped.is_due():
             self.settle()
@@ -351,7 +348,8 @@ class PagePool:
                 self._release(memory, those[i : i + kernels.MOST_RELEASED])
 
     def _release(self, memory: Memory, launches: Sequence[Launch]) -> None:
-        with self.streams.outward([event for launch in launches for event in launch.reads]):
+        reads = [event for launch in launches for event in launch.reads]
+        with self.streams.outward([self.streams.event(), *reads]):
             kernels.release_pages(
                 [launch.table for launch in launches],
                 memory.free_N,

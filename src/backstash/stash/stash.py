@@ -246,7 +246,6 @@ class Stash:
 
     def _close(self, batch: Batch) -> None:
         """A batch is complete: copy it at once, let the next matmuls move it, or wait."""
-        batch.close()
         multiplied, self._expected.multiplied = self._expected.multiplied, False
         # Compressed values must be those of the pages, whenever backward asks.
         if not multiplied or not self._foresight.has_seen_a_round or self.compress is not None:

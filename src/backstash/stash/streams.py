@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,20 +31,20 @@ class Streams(abc.ABC):
         """The stream that computes."""
 
     @abc.abstractmethod
-    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        """Launch copies into pages, behind what computes now and ``after``."""
+    def outward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        """Launch copies into pages, behind ``after`` and what is in the lane."""
 
     @abc.abstractmethod
-    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        """Launch copies out of pages, behind what computes now and ``after``."""
+    def inward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        """Launch copies out of pages, behind ``after`` and what is in the lane."""
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
         """Launch on a stream that computes."""
 
     @abc.abstractmethod
-    def event(self) -> Event:
-        """A mark behind everything launched in the lane so far."""
+    def event(self, stream: Stream = None) -> Event:
+        """A mark behind everything launched so far, in the lane in force or in a stream."""
 
     @abc.abstractmethod
     def wait(self, event: Event, stream: Stream) -> None:
@@ -67,6 +67,9 @@ class Streams(abc.ABC):
         """Let the stream that computes go on only behind both lanes."""
 
 
+_ANYWHERE = contextlib.nullcontext()
+
+
 class OneLane(Streams):
     """A CPU: a call has done its work when it returns."""
 
@@ -76,16 +79,16 @@ class OneLane(Streams):
     def here(self) -> Stream:
         return None
 
-    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def outward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        return _ANYWHERE
 
-    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def inward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        return _ANYWHERE
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return _ANYWHERE
 
-    def event(self) -> Event:
+    def event(self, stream: Stream = None) -> Event:
         return None
 
     def wait(self, event: Event, stream: Stream) -> None:
@@ -104,44 +107,67 @@ class OneLane(Streams):
         return None
 
 
+class _Launching(contextlib.AbstractContextManager[None]):
+    """Launch on a stream of the current device, then on the one before again.
+
+    What torch's own context does where the device is the current one, without looking for others.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._before = before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class SideLanes(Streams):
     """A GPU: two streams beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Torch takes a number as it is, and looks long at a device.
+        self._index = device.index
         # Blocks of a copy go before those of a matmul that would fill the device for long.
         self._out = torch.cuda.Stream(device, priority=-1)
         self._in = torch.cuda.Stream(device, priority=-1)
 
     def is_capturing(self) -> bool:
+        if torch.cuda.current_device() == self._index:
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
     def here(self) -> Stream:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self._index)
 
-    def outward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        return self._on(self._out, after)
+    def outward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        return self._behind(after, self._out)
 
-    def inward(self, after: Sequence[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        return self._on(self._in, after)
+    def inward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
+        return self._behind(after, self._in)
 
-    @contextlib.contextmanager
-    def _on(self, lane: torch.cuda.Stream, after: Sequence[Event]) -> Iterator[None]:
-        lane.wait_stream(self.here())
+    def _behind(
+        self, after: Sequence[Event], lane: torch.cuda.Stream
+    ) -> contextlib.AbstractContextManager[None]:
         for event in after:
             lane.wait_event(event)
-        with torch.cuda.device(self.device), torch.cuda.stream(lane):
-            yield
+        return self.on(lane)
 
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        if torch.cuda.current_device() != self._index:
+            return torch.cuda.stream(stream)
+        here = self.here()
+        return _ANYWHERE if stream == here else _Launching(stream, here)
 
-    def event(self) -> Event:
+    def event(self, stream: Stream = None) -> Event:
         event = torch.cuda.Event()
-        event.record(self.here())
+        event.record(self.here() if stream is None else stream)
         return event
 
     def wait(self, event: Event, stream: Stream) -> None:
