@@ -34,7 +34,7 @@ _COLUMNS = 256
 
 
 @triton.jit
-def _curve(x, CURVE: tl.constexpr):
+def curve_of(x, CURVE: tl.constexpr):
     """The value and the slope of an ungated activation."""
     if CURVE == "relu":
         value = tl.where(x > 0, x, 0 * x)
@@ -71,7 +71,7 @@ def _activate_kernel(
     mask = (i_row < rows)[:, None] & (i_column < columns)[None, :]
     o_h = i_row[:, None] * h_stride + i_column[None, :]
     gate = tl.load(p_gate + o_h, mask=mask, other=0).to(tl.float32)
-    value, _ = _curve(gate, CURVE)
+    value, _ = curve_of(gate, CURVE)
     if p_up is not None:
         value *= tl.load(p_up + o_h, mask=mask, other=0).to(tl.float32)
     if p_prob is not None:
@@ -146,7 +146,7 @@ def _activate_backward_kernel(
         o_da = i_row[:, None] * da_stride + i_column[None, :]
         da = tl.load(p_da + o_da, mask=mask, other=0).to(tl.float32)
         gate = tl.load(p_gates, mask=mask_h, other=0).to(tl.float32)
-        value, slope = _curve(gate, CURVE)
+        value, slope = curve_of(gate, CURVE)
         plain = value
         if p_dup is not None:
             up = tl.load(p_ups, mask=mask_h, other=0).to(tl.float32)
@@ -174,7 +174,7 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
         return reference.activate(h_TF, prob_T, activation)
     check_activation(h_TF, prob_T, activation)
     h_TF = unit_columns(h_TF)
-    gate_TI, up_TI = _halves(h_TF, activation)
+    gate_TI, up_TI = halves(h_TF, activation)
     rows, columns = gate_TI.shape
     a_TI = torch.empty(rows, columns, dtype=h_TF.dtype, device=h_TF.device)
     tile = _tile(columns, activation)
@@ -215,10 +215,10 @@ def activate_backward(
         h_stride = h_TF.shape[1]
     else:
         h_TF = unit_columns(h_TF)
-        gate_TI, up_TI = _halves(h_TF, activation)
+        gate_TI, up_TI = halves(h_TF, activation)
         h_stride = h_TF.stride(0)
     dh_TF, dprob_T, a_TI = into or _new_gradients(da_TI, h_TF, prob_T)
-    dgate_TI, dup_TI = _halves(dh_TF, activation)
+    dgate_TI, dup_TI = halves(dh_TF, activation)
     rows, columns = dgate_TI.shape
     if rows and columns:
         _activate_backward_kernel[(triton.cdiv(rows, _ROWS),)](
@@ -275,7 +275,7 @@ def _new_gradients(
     return ActivationGradients(dh_TF, dprob_T, None)
 
 
-def _halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+def halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
     if not ACTIVATIONS[activation]:
         return h_TF, None
     columns = h_TF.shape[1] // 2
