@@ -31,6 +31,7 @@ from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
 from backstash.kernels import Moves, PagedRows
+from backstash.opaque import opaque
 from backstash.recompute import top_hooks
 from backstash.saving.in_place import Fits, put_stand_ins, take_stand_ins
 from backstash.saving.marks import spend_mark, valid_rows
@@ -104,6 +105,10 @@ class _Original(NamedTuple):
         return self.tensor
 
 
+# Around a compiled model autograd calls these, and the compiler would take them for parts of it.
+_uncompiled = opaque(reason="saved tensors are packed as they are; leave out fullgraph=True")
+
+
 class _Frame:
     """One entry into a ``saving`` context: the pair of hooks on torch's own stack."""
 
@@ -112,6 +117,7 @@ class _Frame:
         self.outer = outer
         self.active = True
 
+    @_uncompiled
     def pack(self, tensor: Tensor) -> Any:
         try:
             return self._pack(tensor)
@@ -131,6 +137,7 @@ class _Frame:
         # A node that saves its own output would hold itself; the detached one has its version too.
         return _Original(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
+    @_uncompiled
     def unpack(self, packed: Any) -> Tensor:
         stand_ins = take_stand_ins()
         if stand_ins is None:
