@@ -39,7 +39,8 @@ def mixed_launch(page: int, rows: int, room: int) -> None:
     held = pool.stash(sources, counts, [33] * len(sources))
     pool.restore(held)
     pool.restore(held, [2, 0])
-    pool.release(held)
+    small = [pool.stash(sources[:1], counts[:1], [33]) for _ in range(3)]
+    pool.release_all([held, *small])
 
 
 def main() -> None:

@@ -37,6 +37,23 @@ def test_a_ring_is_followed_however_far_its_counters_have_grown(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("together", [1, 2, 7, reference.MOST_RELEASED])
+def test_launches_given_back_together_leave_the_rings_of_the_reference(together: int) -> None:
+    pools = [Pool(3000, 50, PAGE, reference), gpu_pool(3000, 50, PAGE)]
+    for pool in pools:
+        device = str(pool.device)
+        rows = torch.tensor([10**9], device=device)
+        held = []
+        # The fourth is larger than a block of the kernel, and some of it lies on the host.
+        for i, pages in enumerate([1, 9, 0, 2990, 17, 99, 20, 3]):
+            sources = [random_bytes(pages * PAGE - 1 if pages else 0, i, device)]
+            sources += [random_bytes(5, i, device)] * (i % 3)
+            held.append(pool.stash(sources, [rows] * len(sources), [1] * len(sources)))
+        pool.release_all(held[:together])
+    assert pools[0].free_pages() == pools[1].free_pages()
+    assert torch.equal(pools[0].state, pools[1].state.cpu())
+
+
 def test_a_launch_without_room_moves_no_head_and_counts_what_it_lacked() -> None:
     pool = gpu_pool(3, 1, PAGE)
     heads = pool.state[: PoolState.TAIL_HOST + 1].clone()
