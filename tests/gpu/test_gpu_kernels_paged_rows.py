@@ -25,8 +25,8 @@ def test_the_interpreted_kernels_pass_these_tests() -> None:
 
 
 def gradients(da: Tensor, h: Tensor, *, is_weighted: bool) -> ActivationGradients:
-    """Where backward writes: garbage, but for the routing weights' gradients."""
-    dprob = torch.zeros(len(h), device=h.device) if is_weighted else None
+    """Where backward writes."""
+    dprob = torch.full((len(h),), NAN, device=h.device) if is_weighted else None
     return ActivationGradients(torch.full_like(h, NAN), dprob, torch.full_like(da, NAN))
 
 
@@ -55,16 +55,35 @@ def test_an_activation_backward_reads_pages(
     pool = new_pool(600, 0, page, device)
     paged = in_pages(pool, valid, h, prob)
     assert all(twins.activates_pages(one, activation) for one in paged)
+    ends = torch.tensor([valid // 3, valid], dtype=torch.int32, device=device)
     found = []
-    for values, weights in ((h, prob), (paged[0], paged[1]), (paged[0], prob), (h, paged[1])):
+    for values, weights, ends_G in (
+        (h, prob, None),
+        (h, prob, ends),
+        (paged[0], paged[1], ends),
+        (paged[0], prob, ends),
+        (h, paged[1], ends),
+        (paged[0], paged[1], None),
+    ):
         into = gradients(da, h, is_weighted=is_weighted)
-        twins.activate_backward(da, values, weights if is_weighted else None, activation, into)
+        weights = weights if is_weighted else None
+        twins.activate_backward(da, values, weights, activation, into, ends_G)
         found.append([one[:valid] for one in into if one is not None])
-        if values is paged[0]:
-            # Of rows that are in no page nothing is written.
+        if values is paged[0] or ends_G is not None:
+            # Of rows that are not there nothing is written, but that their weights have no share.
             assert into.dh_TF[valid:].isnan().all()
+            assert into.dprob_T is None or not into.dprob_T[valid:].any()
     for one in found[1:]:
         assert all(map(torch.equal, found[0], one))
+
+
+@by_device
+@pytest.mark.parametrize("valid", [0, 1, 13, 40])
+def test_an_activation_leaves_out_the_tail(valid: int, device: str) -> None:
+    h, prob = torch.randn(40, 128, device=device), torch.rand(40, device=device)
+    ends = torch.tensor([valid // 3, valid], dtype=torch.int32, device=device)
+    wanted = twins.activate(h, prob, "swiglu")
+    assert torch.equal(twins.activate(h, prob, "swiglu", ends)[:valid], wanted[:valid])
 
 
 @by_device

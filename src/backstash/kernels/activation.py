@@ -11,6 +11,7 @@ Letters: T rows, F columns of the pre-activation, I columns of the activation.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
+from backstash.kernels.launches import Launcher
 from backstash.kernels.paged_rows import Lookup, find_values, is_in_chunks, lookup_of, valid_rows
 from backstash.kernels.reference import activation as reference
 from backstash.kernels.reference.activation import (
@@ -28,6 +30,7 @@ from backstash.kernels.reference.activation import (
     curve_name,
 )
 from backstash.kernels.reference.paged_rows import PagedRows
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _ROWS = 8
 _COLUMNS = 256
@@ -61,12 +64,16 @@ def _activate_kernel(
     columns,
     h_stride,
     prob_stride,
+    p_ends,
+    groups,
     CURVE: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
     chunks = tl.cdiv(columns, BI)
     i_row = (tl.program_id(0) // chunks).to(tl.int64) * BT + tl.arange(0, BT)
+    if p_ends is not None:
+        rows = tl.minimum(tl.load(p_ends + groups - 1), rows)
     i_column = (tl.program_id(0) % chunks) * BI + tl.arange(0, BI)
     mask = (i_row < rows)[:, None] & (i_column < columns)[None, :]
     o_h = i_row[:, None] * h_stride + i_column[None, :]
@@ -98,8 +105,12 @@ def _activate_backward_kernel(
     dh_stride,
     a_stride,
     prob_stride,
+    p_ends,
+    groups,
     h_pages,
+    h_host,
     prob_pages,
+    prob_host,
     CURVE: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
@@ -107,21 +118,27 @@ def _activate_backward_kernel(
     PROB_PAGE: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    m_row = i_row < rows
-    m_h = m_row
+    valid = rows
+    if p_ends is not None:
+        valid = tl.minimum(tl.load(p_ends + groups - 1), rows)
     if H_PAGE:
-        valid, in_pages = valid_rows(h_pages, h_stride)
-        # Rows that are in no page have no gradient.
+        stashed, in_pages = valid_rows(h_pages, h_stride)
+        valid = tl.minimum(stashed, valid)
+    if p_ends is not None or H_PAGE:
+        # The tail has no gradients; those of its routing weights are zeros, as many read them.
         if tl.program_id(0) * BT >= valid:
+            if p_dprob is not None:
+                zeros = tl.zeros([BT], p_dprob.dtype.element_ty)
+                tl.store(p_dprob + i_row, zeros, mask=i_row < rows)
             return
-        m_row = i_row < valid
-        m_h = i_row < in_pages
+    m_row = i_row < valid
+    m_h = i_row < in_pages if H_PAGE else m_row
     dprob = tl.zeros([BT, BI], tl.float32)
     prob = tl.zeros([BT], tl.float32)
     if PROB_PAGE:
         _, in_pages = valid_rows(prob_pages, 1)
         m_prob = m_row & (i_row < in_pages)
-        p_weight = find_values(prob_pages, i_row, m_prob, PROB_PAGE)
+        p_weight = find_values(prob_pages, prob_host, i_row, m_prob, PROB_PAGE)
         prob = tl.load(p_weight, mask=m_prob, other=0).to(tl.float32)
     elif p_prob is not None:
         prob = tl.load(p_prob + i_row * prob_stride, mask=m_row, other=0).to(tl.float32)
@@ -131,11 +148,12 @@ def _activate_backward_kernel(
         if H_PAGE:
             # A chunk of columns lies in one page: it is looked up once.
             mask_h = m_h[:, None] & (i_column < columns)[None, :]
-            p_gates = find_values(h_pages, i_row * h_stride + first, m_h, H_PAGE)[:, None]
-            p_gates += tl.arange(0, BI)[None, :]
+            i_chunk = tl.arange(0, BI)[None, :]
+            o_gate = i_row * h_stride + first
+            p_gates = find_values(h_pages, h_host, o_gate, m_h, H_PAGE)[:, None] + i_chunk
             if p_dup is not None:
-                o_up = i_row * h_stride + columns + first
-                p_ups = find_values(h_pages, o_up, m_h, H_PAGE)[:, None] + tl.arange(0, BI)[None, :]
+                o_up = o_gate + columns
+                p_ups = find_values(h_pages, h_host, o_up, m_h, H_PAGE)[:, None] + i_chunk
         else:
             mask_h = mask
             o_h = i_row[:, None] * h_stride + i_column[None, :]
@@ -165,22 +183,32 @@ def _activate_backward_kernel(
         tl.store(p_dgate + o_dh, (da * slope).to(p_dgate.dtype.element_ty), mask=mask)
     if p_dprob is not None:
         dprob_T = tl.sum(dprob, 1)
-        tl.store(p_dprob + i_row, dprob_T.to(p_dprob.dtype.element_ty), mask=m_row)
+        tl.store(p_dprob + i_row, dprob_T.to(p_dprob.dtype.element_ty), mask=i_row < rows)
 
 
-def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
-    """Apply ``activation`` to each row and multiply it by the row's weight, if there is one."""
+_activate = Launcher(_activate_kernel)
+_activate_backward = Launcher(_activate_backward_kernel)
+
+
+def activate(
+    h_TF: Tensor, prob_T: Tensor | None, activation: str, ends_G: Tensor | None = None
+) -> Tensor:
+    """Apply ``activation`` to each row and multiply it by the row's weight, if there is one.
+
+    With the ends of groups, rows of the tail are not written.
+    """
     if h_TF.dtype is torch.float64:
-        return reference.activate(h_TF, prob_T, activation)
+        return reference.activate(h_TF, prob_T, activation, ends_G)
     check_activation(h_TF, prob_T, activation)
     h_TF = unit_columns(h_TF)
     gate_TI, up_TI = halves(h_TF, activation)
     rows, columns = gate_TI.shape
     a_TI = torch.empty(rows, columns, dtype=h_TF.dtype, device=h_TF.device)
     tile = _tile(columns, activation)
-    programs = triton.cdiv(rows, _ROWS) * triton.cdiv(columns, tile["BI"])
+    programs = ceil_div(rows, _ROWS) * ceil_div(columns, tile["BI"])
     if programs:
-        _activate_kernel[(programs,)](
+        _activate(
+            programs,
             gate_TI,
             up_TI,
             prob_T,
@@ -189,6 +217,8 @@ def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
             columns,
             h_TF.stride(0),
             0 if prob_T is None else prob_T.stride(0),
+            ends_G,
+            0 if ends_G is None else ends_G.shape[0],
             **tile,
         )
     return a_TI
@@ -200,16 +230,19 @@ def activate_backward(
     prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
+    ends_G: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
 
-    What is in pages is read there; then the gradients of rows that are in no page stay as they are.
+    What is in pages is read there.  Of rows of the tail, and of those that are in no page, only
+    the gradients of the routing weights are written, and are zeros.
     """
     if h_TF.dtype is torch.float64:
-        return reference.activate_backward(da_TI, h_TF, prob_T, activation, into)
+        return reference.activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
     check_activation(h_TF, prob_T, activation, da_TI)
     da_TI = unit_columns(da_TI)
-    h_pages, prob_pages = _lookup(h_TF), _lookup(prob_T)
+    h_pages, h_host = _lookup(h_TF)
+    prob_pages, prob_host = _lookup(prob_T)
     gate_TI = up_TI = None
     if isinstance(h_TF, PagedRows):
         h_stride = h_TF.shape[1]
@@ -221,7 +254,8 @@ def activate_backward(
     dgate_TI, dup_TI = halves(dh_TF, activation)
     rows, columns = dgate_TI.shape
     if rows and columns:
-        _activate_backward_kernel[(triton.cdiv(rows, _ROWS),)](
+        _activate_backward(
+            ceil_div(rows, _ROWS),
             da_TI,
             gate_TI,
             up_TI,
@@ -237,12 +271,18 @@ def activate_backward(
             dh_TF.stride(0),
             0 if a_TI is None else a_TI.stride(0),
             prob_T.stride(0) if isinstance(prob_T, Tensor) else 0,
+            ends_G,
+            0 if ends_G is None else ends_G.shape[0],
             h_pages,
+            h_host,
             prob_pages,
+            prob_host,
             H_PAGE=_values_a_page(h_TF),
             PROB_PAGE=_values_a_page(prob_T),
             **_tile(columns, activation),
         )
+    elif dprob_T is not None:
+        dprob_T.zero_()  # rows without columns add up to nothing
     return dh_TF, dprob_T
 
 
@@ -257,8 +297,8 @@ def activates_pages(paged: PagedRows, activation: str) -> bool:
     return len(paged.shape) == 2 and columns % chunk == 0 and is_in_chunks(paged, chunk)
 
 
-def _lookup(value: Tensor | PagedRows | None) -> Lookup | None:
-    return lookup_of(value) if isinstance(value, PagedRows) else None
+def _lookup(value: Tensor | PagedRows | None) -> Lookup | tuple[None, None]:
+    return lookup_of(value) if isinstance(value, PagedRows) else (None, None)
 
 
 def _values_a_page(value: Tensor | PagedRows | None) -> int:
@@ -270,21 +310,22 @@ def _new_gradients(
 ) -> ActivationGradients:
     # Rows are side by side, however those of the values lie.
     dh_TF = da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)
-    # Rows without columns add up to nothing, and no program writes that.
-    dprob_T = None if prob_T is None else da_TI.new_zeros(prob_T.shape, dtype=prob_T.dtype)
+    dprob_T = None if prob_T is None else da_TI.new_empty(prob_T.shape, dtype=prob_T.dtype)
     return ActivationGradients(dh_TF, dprob_T, None)
 
 
 def halves(h_TF: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    """The gate and what it is multiplied with; all of it, and None, where nothing is gated."""
     if not ACTIVATIONS[activation]:
         return h_TF, None
     columns = h_TF.shape[1] // 2
     return h_TF[:, :columns], h_TF[:, columns:]
 
 
+@functools.cache
 def _tile(columns: int, activation: str) -> dict[str, Any]:
     return {
         "CURVE": curve_name(activation),
         "BT": _ROWS,
-        "BI": min(_COLUMNS, max(16, triton.next_power_of_2(columns))),
+        "BI": min(_COLUMNS, max(16, next_power_of_2(columns))),
     }

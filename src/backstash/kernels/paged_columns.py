@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backstash.device import processor_count
 from backstash.kernels.grouped_columns import TILE, locate_tile, multiply_tiles
+from backstash.kernels.launches import Launcher
 from backstash.kernels.paged_rows import lookup_of
 from backstash.kernels.reference.paged_rows import PagedRows
 from backstash.kernels.sizes import ceil_div
@@ -187,6 +188,9 @@ def _columns_kernel(
     )  # fmt: skip
 
 
+_multiply = Launcher(_columns_kernel)
+
+
 def multiply_paged_columns(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tensor:
     """``dw_GNK[g] = dy[g].T @ x[g]``, zeros for an empty group.
 
@@ -197,8 +201,11 @@ def multiply_paged_columns(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tenso
     N, groups = dy_TN.shape[1], ends_G.shape[0]
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(dy_TN)
     dw_GNK = new_aligned((groups, N, K), dy_TN)
-    _columns_kernel[(processor_count(dy_TN.device),)](
-        *lookup_of(x),
+    pages, host = lookup_of(x)
+    _multiply(
+        processor_count(dy_TN.device),
+        *pages,
+        *((None, None) if host is None else host),
         K,
         shared_layout(dy_TN, [1, 1, block, half]),
         ragged(dy_TN, block, columns),

@@ -25,39 +25,35 @@ MISSING = tl.constexpr(2)
 
 
 class Lookup(NamedTuple):
-    """A buffer in pages as a kernel takes it; counted in values of its dtype.
+    """A buffer in pages as a kernel takes it.
 
     Attributes:
-        values: The pages on the device.
-        table: That of the launch.
-        entry: Where the table says how many bytes of the buffer are valid.
-        first: Where it says which of its slots is the buffer's first.
-        slots: Where its slots begin.
-        device_size: Pages on the device; None if there are no others.
-        host: Where the first page of the host would be if page numbers went on.
+        pages: The pages on the device in the buffer's dtype, the launch's table, and three places
+            in the table: of the buffer's valid bytes, of the number of its first slot, and of
+            the first slot of all.
+        host: How many pages the device has, and where the first page of the host would be if
+            page numbers went on, in values from the first page; None if there are no others.
     """
 
-    values: Tensor
-    table: Tensor
-    entry: int
-    first: int
-    slots: int
-    device_size: int | None
-    host: int | None
+    pages: tuple[Tensor, Tensor, int, int, int]
+    host: tuple[int, int] | None
 
 
 def lookup_of(paged: PagedRows) -> Lookup:
     """How a kernel finds the values of a buffer."""
-    item = paged.dtype.itemsize
-    values = paged.device_pages.view(paged.dtype)
     entry = TABLE_HEADER + paged.place
-    device_size = host = None
-    if paged.host_pages.numel():
-        device_size = paged.device_pages.numel() // paged.page_bytes
-        gap = paged.host_pages.data_ptr() - paged.device_pages.data_ptr()
-        host = (gap - paged.device_pages.numel()) // item
-    slots = TABLE_HEADER + 2 * paged.buffers
-    return Lookup(values, paged.table, entry, entry + paged.buffers, slots, device_size, host)
+    pages = (
+        paged.device_pages.view(paged.dtype),
+        paged.table,
+        entry,
+        entry + paged.buffers,
+        TABLE_HEADER + 2 * paged.buffers,
+    )
+    if not paged.host_pages.numel():
+        return Lookup(pages, None)
+    gap = paged.host_pages.data_ptr() - paged.device_pages.data_ptr() - paged.device_pages.numel()
+    size = paged.device_pages.numel() // paged.page_bytes
+    return Lookup(pages, (size, gap // paged.dtype.itemsize))
 
 
 def is_in_chunks(paged: PagedRows, columns: int) -> bool:
@@ -67,21 +63,21 @@ def is_in_chunks(paged: PagedRows, columns: int) -> bool:
 
 
 @triton.jit
-def valid_rows(lookup, row_values):
+def valid_rows(pages, row_values):
     """How many rows are valid, and how many of those are in pages: all or none."""
-    p_table, entry = lookup[1], lookup[2]
-    item_bytes: tl.constexpr = lookup[0].dtype.element_ty.primitive_bitwidth // 8
-    rows = tl.load(p_table + entry) // (row_values * item_bytes)
+    p_values, p_table, entry, _, _ = pages
+    row_bytes = row_values * (p_values.dtype.element_ty.primitive_bitwidth // 8)
+    rows = tl.load(p_table + entry) // row_bytes
     return rows, tl.where(tl.load(p_table + MISSING) == 0, rows, 0)
 
 
 @triton.jit
-def find_values(lookup, o_value, mask, PAGE: tl.constexpr):
+def find_values(pages, host, o_value, mask, PAGE: tl.constexpr):
     """Where values of the buffer are; a page holds ``PAGE``."""
-    p_values, p_table, _, first, slots, device_size, host = lookup
+    p_values, p_table, _, first, slots = pages
     p_slots = p_table + slots + tl.load(p_table + first)
     page = tl.load(p_slots + o_value // PAGE, mask=mask, other=0)
     o_page = page * PAGE
     if host is not None:
-        o_page += tl.where(page < device_size, 0, host)
+        o_page += tl.where(page < host[0], 0, host[1])
     return p_values + (o_page + o_value % PAGE)

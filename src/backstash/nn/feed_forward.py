@@ -115,7 +115,7 @@ class FeedForward:
     ) -> tuple[Tensor, Kept | None]:
         """Give the output and ``h`` to save; ``x_rows`` is as the first matmul reads it."""
         h_TF = self.fc1.forward(x_rows.take(), weights.fc1_weight, weights.fc1_bias, rows.ends_G)
-        a_TI = kernels.activate(h_TF, rows.prob_T, self.activation)
+        a_TI = kernels.activate(h_TF, rows.prob_T, self.activation, rows.ends_G)
         a_rows = self.fc2.call.rows(Operand.INPUT, a_TI, rows.ends_G)
         del a_TI
         fc2_bias = weights.fc2_bias if rows.prob_T is None else None
@@ -176,17 +176,17 @@ class FeedForward:
             return _Middle(None, None, None)
         h_TF, prob_T = self.fc1.call.kept_values(kept_h.take()), rows.prob_T
         if dy_rows is None or full is None:
-            return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation))
+            return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation, rows.ends_G))
         da_TI = self.fc2.input_gradient(dy_rows, self.fc2.weight_columns(full), rows.ends_G)
         # What is not read again makes room: the activation takes the place of its gradient, and
         # the gradient of h that of h.
         dh_TF = h_TF if kept_h.is_alone else da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)
         dprob_T = None
         if prob_T is not None:
-            dprob_T = da_TI.new_zeros(prob_T.shape, dtype=prob_T.dtype)
+            dprob_T = da_TI.new_empty(prob_T.shape, dtype=prob_T.dtype)
         a_TI = da_TI if wanted.weights.fc2_weight else None
         into = kernels.ActivationGradients(dh_TF, dprob_T, a_TI)
-        kernels.activate_backward(da_TI, h_TF, prob_T, self.activation, into)
+        kernels.activate_backward(da_TI, h_TF, prob_T, self.activation, into, rows.ends_G)
         return _Middle(dh_TF, dprob_T, a_TI)
 
     def _bias_gradients(
@@ -208,7 +208,8 @@ class FeedForward:
             dy = matrix(dy_TH)
             bias_TH = _bias_rows(dy, weights.fc2_bias, rows)
             dprob_T = dprob_T + (dy * bias_TH).sum(1, dtype=torch.float32).to(dprob_T.dtype)
-        return dbias, None if dprob_T is None else _valid(dprob_T, rows)
+            dprob_T = _valid(dprob_T, rows)
+        return dbias, dprob_T
 
 
 def checked_activation(activation: str) -> str:

@@ -48,8 +48,12 @@ class ActivationGradients(NamedTuple):
     a_TI: Tensor | None
 
 
-def activate(h_TF: Tensor, prob_T: Tensor | None, activation: str) -> Tensor:
+def activate(
+    h_TF: Tensor, prob_T: Tensor | None, activation: str, ends_G: Tensor | None = None
+) -> Tensor:
     """Apply ``activation`` to each row and multiply it by the row's weight, if there is one.
+
+    With the ends of groups, rows of the tail are not read, and may be anything in the result.
 
     Returns:
         ``(T, I)`` in ``h_TF``'s dtype.
@@ -79,11 +83,13 @@ def activate_backward(
     prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
+    ends_G: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the gradients of :func:`activate`, with the activation computed again from ``h_TF``.
 
-    What lies in pages is read there, if :func:`activates_pages` says so; then gradients of rows
-    that are in no page are not written.
+    What lies in pages is read there, if :func:`activates_pages` says so.  With the ends of groups,
+    rows of the tail are not read.  Their gradients, and those of rows that are in no page, may be
+    anything, but those of their routing weights are zeros.
 
     Returns:
         ``dh_TF`` in ``h_TF``'s dtype, and ``dprob_T`` in ``prob_T``'s dtype or ``None``: those
@@ -103,6 +109,9 @@ def activate_backward(
     if prob_T is not None:
         plain = value if up is None else value * up
         dprob_T = (da * plain).sum(1).to(prob_T.dtype)
+        if ends_G is not None:
+            row_T = torch.arange(dprob_T.shape[0], device=dprob_T.device)
+            dprob_T = dprob_T.where(row_T < ends_G[-1], 0)
         da = da * prob_T.to(da.dtype).unsqueeze(1)
     dh = da * slope if up is None else torch.cat([da * up * slope, da * value], dim=1)
     if into is None:
