@@ -124,7 +124,7 @@ def _activate_backward_kernel(
     if H_PAGE:
         stashed, in_pages = valid_rows(h_pages, h_stride)
         valid = tl.minimum(stashed, valid)
-    if p_ends is not None or H_PAGE:
+    if p_ends is not None or H_PAGE:  # known when it is compiled # noqa: SIM102
         # The tail has no gradients; those of its routing weights are zeros, as many read them.
         if tl.program_id(0) * BT >= valid:
             if p_dprob is not None:
