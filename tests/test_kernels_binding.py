@@ -35,6 +35,14 @@ def test_a_tensor_on_the_cpu_goes_to_the_reference():
     assert operation.__doc__ == "Multiply."
 
 
+def test_an_argument_may_have_any_name():
+    def wanted(x, first):
+        return x * first
+
+    operation = binding.choosing(wanted, wanted, binding.ANY_GPU)
+    assert torch.equal(operation(torch.ones(2), first=3), torch.full((2,), 3.0))
+
+
 def test_a_tensor_that_only_stands_for_one_goes_to_the_reference():
     def wanted(x):
         return x + 1

@@ -66,16 +66,35 @@ def test_rows_are_counted_and_sorted_as_by_the_reference(size, dtype, first, dev
     tokens, top_k, experts = size
     expert_TK = torch.randint(first, experts - 2 * first, (tokens, top_k), dtype=dtype)
     wanted = kernels.sort_by_expert(expert_TK, experts)
-    counts = kernels.count_experts(expert_TK, experts)
+    counts = kernels.count_experts(expert_TK, experts).counts_E
     expert_TK = expert_TK.to(device)
     twin("sort_by_expert")(expert_TK, experts)
     with no_host_reads(device):
         got = twin("sort_by_expert")(expert_TK, experts)
-        got_counts = twin("count_experts")(expert_TK, experts)
+        tally = twin("count_experts")(expert_TK, experts)
+        of_tally = twin("sort_by_expert")(expert_TK, experts, tally=tally)
     for one, other in zip(got, wanted, strict=True):
         assert_twin_bytes(one, other)
-    assert_twin_bytes(got_counts, counts)
+    for one, other in zip(of_tally, wanted, strict=True):
+        assert_twin_bytes(one, other)
+    assert_twin_bytes(tally.counts_E, counts)
     assert torch.equal(counts, wanted[2])
+
+
+@by_device
+@pytest.mark.parametrize(("first", "kept"), [(0, 3), (2, 3), (5, 40), (7, 33), (-2, 5), (38, 9)])
+@pytest.mark.parametrize("tallied", ["not", "these", "others"])
+def test_some_experts_are_sorted_alone_whoever_counted_all(first, kept, tallied, device):
+    expert_TK = torch.randint(0, 40, (700, 3))
+    wanted = kernels.sort_by_expert(expert_TK - first, kept)
+    for one, other in zip(kernels.sort_by_expert(expert_TK, kept, first), wanted, strict=True):
+        assert torch.equal(one, other)
+    expert_TK = expert_TK.to(device)
+    counted = {"not": None, "these": expert_TK, "others": expert_TK.flip(0)}[tallied]
+    tally = None if counted is None else twin("count_experts")(counted, 40)
+    got = twin("sort_by_expert")(expert_TK, kept, first, tally)
+    for one, other in zip(got, wanted, strict=True):
+        assert_twin_bytes(one, other)
 
 
 @by_device

@@ -127,6 +127,7 @@ from backstash.kernels.reference.quantized_mm import (
     quantized_mm_dx,
 )
 from backstash.kernels.reference.routing import (
+    Tally,
     bfloat16_parts,
     count_experts,
     top_experts,
@@ -233,6 +234,7 @@ __all__ = [
     "PagedRows",
     "PoolState",
     "Scaled",
+    "Tally",
     "Turned",
     "activate",
     "activate_backward",

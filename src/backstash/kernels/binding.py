@@ -49,7 +49,7 @@ def choosing(
     """The operation that asks its first argument which of the two to run."""
 
     @functools.wraps(reference)
-    def operation(first: Any, *args: Any, **kwargs: Any) -> Any:
+    def operation(first: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Most calls are on the current device, and this runs at each of them.
         if not torch.compiler.is_compiling() and type(first) in _PLAIN and first.is_cuda:
             is_current = first.get_device() == current_gpu()

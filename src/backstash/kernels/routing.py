@@ -25,6 +25,7 @@ from backstash.kernels.launches import Launcher
 from backstash.kernels.reference import permute as reference_permute
 from backstash.kernels.reference import routing as reference
 from backstash.kernels.reference.routing import (
+    Tally,
     check_experts,
     check_parts,
     check_top,
@@ -77,22 +78,30 @@ def _top_kernel(
 
 
 @triton.jit
-def _numbers(p_expert, i_row, rows, experts):
-    """The expert of each row; -1 for nobody, and for rows that are not there."""
-    expert = tl.load(p_expert + i_row, mask=i_row < rows, other=-1)
-    return tl.where((expert < 0) | (expert >= experts), -1, expert).to(tl.int32)
+def _numbers(p_expert, i_row, rows, experts, first):
+    """The expert of each row from ``first`` on; -1 for nobody, and for rows that are not there."""
+    m_row = i_row < rows
+    expert = tl.load(p_expert + i_row, mask=m_row, other=0) - first
+    return tl.where(m_row & (expert >= 0) & (expert < experts), expert, -1).to(tl.int32)
 
 
 @triton.jit
 def _count_kernel(
-    p_expert, p_count, rows, experts, B: tl.constexpr, STEP: tl.constexpr, BE: tl.constexpr
+    p_expert,
+    p_count,
+    rows,
+    experts,
+    first,
+    B: tl.constexpr,
+    STEP: tl.constexpr,
+    BE: tl.constexpr,
 ):
     """How many rows of each expert there are in one block: ``(S, BE)``."""
     i_expert = tl.arange(0, BE)
     count = tl.zeros([BE], tl.int32)
-    for first in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts)
+    for step in range(0, B, STEP):
+        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
+        expert = _numbers(p_expert, i_row, rows, experts, first)
         count += tl.sum((expert[:, None] == i_expert[None, :]).to(tl.int32), 0)
     tl.store(p_count + tl.program_id(0) * BE + i_expert, count)
 
@@ -123,20 +132,24 @@ def _place_kernel(
     p_slots,
     rows,
     experts,
+    first,
     copies,
+    count_stride,
     B: tl.constexpr,
     STEP: tl.constexpr,
     BE: tl.constexpr,
 ):
     i_expert = tl.arange(0, BE)
-    total = tl.load(p_total + i_expert, mask=i_expert < experts, other=0)
-    before = tl.load(p_count + tl.program_id(0) * BE + i_expert)
+    m_expert = i_expert < experts
+    total = tl.load(p_total + i_expert, mask=m_expert, other=0)
+    o_count = tl.program_id(0) * count_stride
+    before = tl.load(p_count + o_count + i_expert, mask=m_expert, other=0)
     place = tl.cumsum(total, 0) - total + before
     # Nobody's rows come after everybody's; of the rows before this block the others are nobody's.
     last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0)
-    for first in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + first + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts)
+    for step in range(0, B, STEP):
+        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
+        expert = _numbers(p_expert, i_row, rows, experts, first)
         is_its = (expert[:, None] == i_expert[None, :]).to(tl.int32)
         slot_at = tl.cumsum(is_its, 0) - 1 + place[None, :]
         slot = tl.sum(tl.where(is_its > 0, slot_at, 0), 1)
@@ -250,24 +263,26 @@ def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
     return expert_TK
 
 
-def count_experts(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """How many rows go to each expert: ``(E,)`` int32; numbers outside are counted nowhere."""
+def count_experts(expert_TK: Tensor, num_experts: int) -> Tally:
+    """Count the rows that go to each expert; numbers outside are counted nowhere."""
     check_experts("count_experts", expert_TK)
     if num_experts > _MOST_EXPERTS:
         return reference.count_experts(expert_TK, num_experts)
-    return _count(expert_TK.contiguous(), num_experts)[1]
+    return Tally(*_count(expert_TK, num_experts, 0))
 
 
-def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    expert_TK: Tensor, num_experts: int, first: int = 0, tally: Tally | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one."""
     check_experts("sort_by_expert", expert_TK)
     if num_experts > _MOST_EXPERTS:
-        return reference_permute.sort_by_expert(expert_TK, num_experts)
+        return reference_permute.sort_by_expert(expert_TK, num_experts, first)
+    count_SB, total_E = _counts_of(expert_TK, num_experts, first, tally)
     expert_TK = expert_TK.contiguous()
     new = {"dtype": torch.int64, "device": expert_TK.device}
     source_R = torch.empty(expert_TK.numel(), **new)
     slots_TK = torch.empty(expert_TK.shape, **new)
-    count_SB, total_E = _count(expert_TK, num_experts)
     if source_R.shape[0]:
         _place(
             count_SB.shape[0],
@@ -278,7 +293,9 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
             slots_TK,
             source_R.shape[0],
             num_experts,
+            first,
             expert_TK.shape[1],
+            count_SB.stride(0),
             **_steps(num_experts),
         )
     return source_R, slots_TK, total_E
@@ -343,18 +360,30 @@ def bfloat16_parts(x_TE: Tensor) -> Tensor:
     return parts_TP
 
 
-def _count(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Rows of each expert in the blocks before each block ``(S, BE)``, and in all ``(E,)``."""
+def _counts_of(
+    expert_TK: Tensor, num_experts: int, first: int, tally: Tally | None
+) -> tuple[Tensor, Tensor]:
+    """Rows of each expert in the blocks of rows before each block, and in all."""
+    if tally is not None and tally.expert_TK is expert_TK and tally.before_SB is not None:
+        last = first + num_experts
+        if first >= 0 and last <= tally.counts_E.shape[0]:
+            return tally.before_SB[:, first:], tally.counts_E[first:last]
+    _, total_E, before_SB = _count(expert_TK, num_experts, first)
+    return before_SB, total_E
+
+
+def _count(expert_TK: Tensor, num_experts: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of a tally of the experts from ``first`` on."""
     rows, tile = expert_TK.numel(), _steps(num_experts)
     new = {"dtype": torch.int32, "device": expert_TK.device}
     blocks, lanes = ceil_div(rows, _ROWS), tile["BE"]
     count_SB, total_E = torch.empty(blocks, lanes, **new), torch.empty(num_experts, **new)
     if blocks:
-        _count_blocks(blocks, expert_TK, count_SB, rows, num_experts, **tile)
+        _count_blocks(blocks, expert_TK.contiguous(), count_SB, rows, num_experts, first, **tile)
     if num_experts:
         sizes: dict[str, Any] = {"LINES": 64, "LANES": _LANES, "BE": lanes}
         _add_up(lanes // _LANES, count_SB, total_E, blocks, num_experts, **sizes)
-    return count_SB, total_E
+    return expert_TK, total_E, count_SB
 
 
 def _steps(num_experts: int) -> dict[str, Any]:

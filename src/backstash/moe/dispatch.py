@@ -153,7 +153,8 @@ class Local:
         if self.capacity_factor is not None or self.keep_experts is not None:
             return self._fill_buffer(x_TH, routing)
         num_experts = routing.counts_E.shape[0]
-        source_R, slots_TK, counts_E = kernels.sort_by_expert(routing.expert_TK, num_experts)
+        expert_TK, tally = routing.expert_TK, routing.tally
+        source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts, tally=tally)
         prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, None, source_R.shape[0])
         return Dispatched(x_TH, counts_E, prob_R, RowMap(source_R, slots_TK))
 
@@ -167,8 +168,7 @@ class Local:
     @opaque(reason="the buffers of a rank are marked with their valid length")
     def _fill_buffer(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         keep = self._kept(routing.counts_E.shape[0])
-        number_TK = _numbers_among(routing.expert_TK, keep)
-        source_R, slots_TK, counts_G = kernels.sort_by_expert(number_TK, len(keep))
+        source_R, slots_TK, counts_G = _sort(routing, keep)
         capacity = self._capacity_rows(routing, len(keep))
         fitted = kernels.fit_groups(counts_G, capacity)
         # Cut or filled up with token 0: rows that are not there have to be gathered from somewhere.
@@ -217,17 +217,21 @@ def _are_numbers(keep: Any) -> bool:
     return all(type(e) is int and e >= 0 for e in keep) and len(set(keep)) == len(keep)
 
 
+def _sort(routing: Routing, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows by the place of their expert in ``keep``; the others' come last."""
+    if list(keep) == list(range(keep[0], keep[-1] + 1)):
+        return kernels.sort_by_expert(
+            routing.expert_TK, len(keep), first=keep[0], tally=routing.tally
+        )
+    return kernels.sort_by_expert(_numbers_among(routing.expert_TK, keep), len(keep))
+
+
 def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:
-    """The place of each expert in ``keep``; for others a number that is no place: nobody."""
-    # Neighbours that stay neighbours move by the same amount, so a range is one step.
-    by_shift = itertools.groupby(enumerate(keep), lambda pair: pair[1] - pair[0])
-    runs = [(shift, [expert for _, expert in run]) for shift, run in by_shift]
-    if len(runs) == 1:
-        # The others move as far, to before the first place or past the last.
-        shift, _ = runs[0]
-        return expert_TK - shift if shift else expert_TK
+    """The place of each expert in ``keep``; for others a number past the last, who is nobody."""
     number_TK = torch.full_like(expert_TK, len(keep))
-    for shift, experts in runs:
+    # Neighbours that stay neighbours move by the same amount, so a range is one step.
+    for shift, run in itertools.groupby(enumerate(keep), lambda pair: pair[1] - pair[0]):
+        experts = [expert for _, expert in run]
         is_in_TK = (expert_TK >= experts[0]) & (expert_TK <= experts[-1])
         number_TK = torch.where(is_in_TK, expert_TK - shift, number_TK)
     return number_TK

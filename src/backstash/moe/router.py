@@ -120,6 +120,8 @@ class Routing:
     counts_E: Tensor
     """int32: rows each expert receives from this rank."""
     losses: Losses
+    tally: kernels.Tally | None = None
+    """How the experts were counted, which saves whoever sorts by them half of the work."""
 
 
 class Router(nn.Module):
@@ -178,7 +180,8 @@ class Router(nn.Module):
         is_share = config.score == "softmax" and self._is_normalized
         needs_scores = config.aux_loss_weight or not is_share
         scores_TE = self._scores(logits_TE if needs_scores else logits_TE.detach())
-        expert_TK, counts_E = remember(lambda: self._choose_and_count(scores_TE.detach()))
+        tally = remember(lambda: self._choose_and_count(scores_TE.detach()))
+        expert_TK, counts_E, _ = tally
         if is_share:
             prob_TK = _ShareOfChosen.apply(logits_TE, expert_TK)
         else:
@@ -187,7 +190,8 @@ class Router(nn.Module):
                 prob_TK = prob_TK / (prob_TK.sum(1, keepdim=True) + _TINY)
         if config.weight_scale != 1:
             prob_TK = prob_TK * config.weight_scale
-        return Routing(expert_TK, prob_TK, counts_E, self._losses(logits_TE, scores_TE, counts_E))
+        losses = self._losses(logits_TE, scores_TE, counts_E)
+        return Routing(expert_TK, prob_TK, counts_E, losses, tally)
 
     @torch.no_grad()
     def update_bias_(self) -> None:
@@ -229,13 +233,12 @@ class Router(nn.Module):
             return torch.softmax(logits_TE, dim=1)
         return torch.sigmoid(logits_TE)
 
-    def _choose_and_count(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        expert_TK = self.choose(scores_TE)
-        counts_E = kernels.count_experts(expert_TK, self.num_experts)
+    def _choose_and_count(self, scores_TE: Tensor) -> kernels.Tally:
+        tally = kernels.count_experts(self.choose(scores_TE), self.num_experts)
         # The forward of a reentrant checkpoint runs without grad, and is training all the same.
         if self.training and (torch.is_grad_enabled() or in_checkpoint()):
-            self._pending_E += counts_E
-        return expert_TK, counts_E
+            self._pending_E += tally.counts_E
+        return tally
 
     def _losses(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> Losses:
         config = self.config

@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DtypeError, ShapeError
+from backstash.kernels.reference.routing import Tally
 
 
-def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    expert_TK: Tensor, num_experts: int, first: int = 0, tally: Tally | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one.
 
-    An expert outside ``0 … num_experts - 1`` is nobody: its rows come last and are
-    counted nowhere, so they are the tail that a grouped matmul turns into zeros.
+    Args:
+        expert_TK: The experts of each token.
+        num_experts: How many experts there are.
+        first: The number of the first of them.  An expert before it, or after the last, is
+            nobody: its rows come last and are counted nowhere, so they are the tail that a
+            grouped matmul turns into zeros.
+        tally: What ``count_experts`` gave of all experts, these and others; one of other choices
+            is of no use here, and not looked at.
 
     Returns:
         ``source_R`` int64, ``slots_TK`` int64 and ``counts_E`` int32.
@@ -39,7 +48,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
             f"sort_by_expert needs expert numbers in int32 or int64, got {expert_TK.dtype}; "
             "cast them with .long()"
         )
-    expert_R = expert_TK.reshape(-1)
+    expert_R = (expert_TK - first if first else expert_TK).reshape(-1)
     is_nobody_R = (expert_R < 0) | (expert_R >= num_experts)
     sorted_R, order_R = torch.sort(expert_R.masked_fill(is_nobody_R, num_experts), stable=True)
     row_R = torch.arange(order_R.shape[0], device=order_R.device)

@@ -12,6 +12,8 @@ is needed for it: not for the value, and not for the gradient, which is
 Letters: T tokens, E experts, K experts a token.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,23 @@ def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
     return order_TE[:, :top_k].contiguous()
 
 
-def count_experts(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """How many rows go to each expert: ``(E,)`` int32; numbers outside are counted nowhere.
+class Tally(NamedTuple):
+    """Choices that are counted, which is half of sorting rows by them.
+
+    Attributes:
+        expert_TK: The choices.
+        counts_E: int32, how many rows go to each expert.
+        before_SB: int32, how many go to each in the blocks of rows before each block; None where
+            sorting does not go by blocks.
+    """
+
+    expert_TK: Tensor
+    counts_E: Tensor
+    before_SB: Tensor | None
+
+
+def count_experts(expert_TK: Tensor, num_experts: int) -> Tally:
+    """Count the rows that go to each expert; numbers outside are counted nowhere.
 
     Raises:
         ShapeError: ``expert_TK`` is not two-dimensional.
@@ -47,7 +64,8 @@ def count_experts(expert_TK: Tensor, num_experts: int) -> Tensor:
     is_nobody_TK = (expert_TK < 0) | (expert_TK >= num_experts)
     expert_R = expert_TK.masked_fill(is_nobody_TK, num_experts).flatten().long()
     # Integers may be added in any order, and nothing is read on the host, unlike bincount.
-    return counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R, dtype=torch.int32))[:-1]
+    counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R, dtype=torch.int32))
+    return Tally(expert_TK, counts_E[:-1], None)
 
 
 def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
