@@ -327,3 +327,8 @@ def test_sizes_that_mean_nothing_are_refused_with_a_remedy():
         MoE(H, I, E, K, shared_ffn_hidden_size=-1)
     with pytest.raises(ConfigError, match="ffn_hidden_size"):
         MoE(H, 0, E, K)
+
+
+def test_a_dispatcher_by_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dispatcher must have dispatch, .*'local'; pass Local"):
+        MoE(8, 8, 2, 1, dispatcher="local")  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,14 +49,18 @@ def test_a_drop_while_the_pool_is_busy_is_done_by_whoever_is_using_it() -> None:
 BAD = {
     "no power of two": ({"page_bytes": 48}, "power of two from 16"),
     "smaller than a vector": ({"page_bytes": 8}, "power of two from 16"),
-    "negative": ({"capacity_bytes": -1}, "capacity_bytes=-1"),
-    "negative on the host": ({"host_bytes": -1}, "host_bytes=-1"),
+    "negative": ({"capacity_bytes": -1}, "capacity_bytes must be .* at least 0, got -1"),
+    "negative on the host": ({"host_bytes": -1}, "host_bytes must be .* at least 0, got -1"),
+    "a float": ({"capacity_bytes": 1e9}, "capacity_bytes must be a whole number"),
+    "words": ({"host_bytes": "4GB"}, "host_bytes must be a whole number of at least 0, got '4GB'"),
+    "pages of half a byte": ({"page_bytes": 4096.5}, "page_bytes must be a whole number"),
+    "sizing by a number": ({"sizing": 1.2}, r"sizing must be of Sizing, got 1.2; make one with"),
     "too many pages": ({"capacity_bytes": 2**40, "page_bytes": 16}, "make page_bytes larger"),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_sizes_that_mean_nothing_are_refused(options: dict[str, int], message: str) -> None:
+def test_sizes_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PagePool(**({"capacity_bytes": 0, "device": "cpu"} | options))  # pyright: ignore
 

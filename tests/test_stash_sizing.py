@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from backstash.errors import ConfigError
@@ -22,9 +24,14 @@ def test_pages_are_the_need_and_the_margin_up_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"margin": 0.9}, {"decay": 1.1}, {"decay": -0.1}, {"most_bytes": -1}], ids=str
+    "options",
+    [
+        *[{"margin": 0.9}, {"decay": 1.1}, {"decay": -0.1}, {"most_bytes": -1}],
+        *[{"margin": "2"}, {"margin": float("inf")}, {"decay": None}, {"most_bytes": 1e9}],
+    ],
+    ids=str,
 )
-def test_values_that_mean_nothing_are_refused(options: dict[str, float]) -> None:
+def test_values_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Sizing(**options)  # pyright: ignore[reportArgumentType]
 

@@ -18,6 +18,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from backstash.errors import ConfigError
 from backstash.moe.dispatch import Dispatcher, Local
 from backstash.moe.losses import Losses, attach_loss
 from backstash.moe.router import Router, RouterConfig, Routing
@@ -65,6 +66,11 @@ class MoE(nn.Module):
         check_name(name)
         self.hidden_size = hidden_size
         self.dispatcher = Local() if dispatcher is None else dispatcher
+        if not callable(getattr(self.dispatcher, "dispatch", None)):
+            raise ConfigError(
+                f"dispatcher must have dispatch, combine and local_experts, got {dispatcher!r}; "
+                "pass Local(), or leave it out"
+            )
         self.router = Router(
             hidden_size, num_experts, top_k, config=router, device=device, dtype=dtype
         )

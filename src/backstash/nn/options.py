@@ -6,6 +6,7 @@ only when weights are drawn, and take ``"no"`` for a yes.
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 from typing import Any
@@ -30,6 +31,20 @@ def check_sizes(*, least: int = 0, remedy: str = "pass an int", **sizes: Any) ->
             raise ConfigError(
                 f"{name} must be a whole number of at least {least}, got {size!r}; {remedy}"
             )
+
+
+def check_kind(kind: type, *, remedy: str | None = None, **values: Any) -> None:
+    """Refuse what is no object of a class, or no member of an enum.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            if remedy is None:
+                members = ", ".join(map(str, kind)) if issubclass(kind, enum.Enum) else "one"
+                remedy = f"pass {members}"
+            raise ConfigError(f"{name} must be of {kind.__name__}, got {value!r}; {remedy}")
 
 
 def check_flags(**flags: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from backstash.errors import ConfigError, DeviceError
 from backstash.kernels import PoolState
 from backstash.nn.module import scaling_state
+from backstash.nn.options import check_kind
 from backstash.recipes import DelayedScaling, in_force
 from backstash.stash.stash import Stash
 
@@ -108,6 +109,7 @@ class CapturedStep:
         patience: How long an overflow is remembered.
 
     Raises:
+        ConfigError: There is no stash, or no list of modules.
         DeviceError: The pool is not on a GPU, and no recorder was given.
     """
 
@@ -121,6 +123,10 @@ class CapturedStep:
         recorder: Recorder | None = None,
         patience: Patience | None = None,
     ) -> None:
+        check_kind(Stash, remedy="give the one that the step saves into", stash=stash)
+        remedy = "give a list of modules, such as [model]"
+        check_kind(Sequence, remedy=remedy, modules=modules)
+        check_kind(nn.Module, remedy=remedy, **{f"modules[{i}]": m for i, m in enumerate(modules)})
         self.stash = stash
         self.state = StepState.EAGER
         self.reruns = 0

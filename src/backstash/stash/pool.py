@@ -21,6 +21,7 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.kernels import Moves, PoolState
+from backstash.nn.options import check_kind, check_sizes
 from backstash.stash.admission import Account, Policy
 from backstash.stash.dropped import Dropped
 from backstash.stash.launch import Buffer, Launch
@@ -57,15 +58,13 @@ class PagePool:
         page_bytes: int = PAGE_BYTES,
         sizing: Sizing | None = None,
     ) -> None:
+        check_sizes(capacity_bytes=capacity_bytes, host_bytes=host_bytes, page_bytes=page_bytes)
         if page_bytes < _LEAST_PAGE_BYTES or page_bytes & (page_bytes - 1):
             raise ConfigError(
                 f"page_bytes must be a power of two from {_LEAST_PAGE_BYTES} up, got {page_bytes}"
             )
-        if capacity_bytes < 0 or host_bytes < 0:
-            raise ConfigError(
-                f"a pool has zero bytes or more, got capacity_bytes={capacity_bytes} and "
-                f"host_bytes={host_bytes}"
-            )
+        if sizing is not None:
+            check_kind(Sizing, remedy="make one with Sizing(margin=1.1)", sizing=sizing)
         self.device = pool_device(device)
         self.page_bytes = page_bytes
         self.sizing = sizing
@@ -96,6 +95,7 @@ class PagePool:
 
         Until it has seen a round, what finds no room is kept by its owner.
         """
+        check_sizes(estimate_bytes=estimate_bytes)
         sizing = sizing or Sizing()
         pages = sizing.pages(-(-estimate_bytes // page_bytes), page_bytes)
         pool = cls(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backstash.errors import ConfigError
 from backstash.kernels import PoolState
+from backstash.nn.options import check_numbers, check_sizes
 from backstash.stash.streams import Event, Streams
 
 
@@ -35,13 +36,14 @@ class Sizing:
     most_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        check_numbers(margin=self.margin, decay=self.decay, remedy="1.1 and 0.98 are usual")
         if not 1 <= self.margin < math.inf or not 0 <= self.decay <= 1:
             raise ConfigError(
                 f"Sizing needs a margin of 1 or more and a decay between 0 and 1, got "
                 f"margin={self.margin} and decay={self.decay}"
             )
-        if self.most_bytes is not None and self.most_bytes < 0:
-            raise ConfigError(f"most_bytes must not be negative, got {self.most_bytes}")
+        if self.most_bytes is not None:
+            check_sizes(most_bytes=self.most_bytes, remedy="None for no limit")
 
     def follow(self, high: float, demand: float) -> float:
         """The decayed maximum after a round that needed ``demand`` pages."""

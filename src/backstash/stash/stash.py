@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from backstash.errors import ConfigError
 from backstash.formats import Format
 from backstash.kernels import MOST_BUFFERS, Moves, PagedRows, PoolState
+from backstash.nn.options import check_kind, check_sizes
 from backstash.saving import Fits, valid_rows
 from backstash.stash.admission import Account, Policy
 from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
@@ -91,7 +91,7 @@ class Stash:
             at all where the last step has shown that backward begins with them.
 
     Raises:
-        ConfigError: ``ahead`` is negative, or values cannot be compressed like that.
+        ConfigError: An option means nothing, or values cannot be compressed like that.
         DeviceError: The pool's GPU cannot compress.
     """
 
@@ -105,8 +105,11 @@ class Stash:
         compress: Format | None = None,
         ahead: int = 1,
     ) -> None:
-        if ahead < 0:
-            raise ConfigError(f"ahead is a number of batches, 0 or more, got {ahead}")
+        check_kind(PagePool, remedy="make one with PagePool(capacity_bytes)", pool=pool)
+        check_kind(Policy, policy=policy)
+        check_kind(Take, take=take)
+        check_kind(Tail, tail=tail)
+        check_sizes(ahead=ahead, remedy="it is a number of batches")
         check_compression(compress, pool.page_bytes, pool.device)
         self.pool = pool
         self.compress = compress
