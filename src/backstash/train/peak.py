@@ -62,17 +62,16 @@ def moments(config: TrainConfig) -> dict[str, int]:
     kept = layer_input_bytes(config) if is_recomputed else numbers.layer_bytes - taken
     logits = forward_tokens(config) * config.model.vocabulary * _FLOAT32
     ends = ends_saved_bytes(config)
-    whole = _whole_bytes(config)
-    working = _working_bytes(config) + _shared_results(config) + whole
-    working += (numbers.layer_bytes if is_recomputed else 0) + layer_input_bytes(config)
+    beside = _shared_results(config) + (numbers.layer_bytes if is_recomputed else 0)
     # The head's input and its log-probabilities are no longer there when layers run backward.
-    inside = resident + ends - logits - layer_input_bytes(config) + working
+    inside = resident + ends - logits + beside
+    last, first = (_experts_bytes(config, is_last=is_last) for is_last in (True, False))
     gradients = _gradient_bytes(config)
-    saved = layers * kept + whole + ends
+    saved = layers * kept + _newest_bytes(config) + ends
     return {
         "the loss runs backward": resident + gradients[0] + saved + 2 * logits,
-        "the last layer runs backward": inside + gradients[1] + layers * kept,
-        "the first layer runs backward": inside + gradients[2] + kept,
+        "the last layer runs backward": inside + last + gradients[1] + layers * kept,
+        "the first layer runs backward": inside + first + gradients[2] + kept,
         "the optimizer steps": resident + 2 * _FLOAT32 * numbers.parameters,
     }
 
@@ -100,16 +99,55 @@ def _taken(config: TrainConfig, buffers: list[int]) -> list[int]:
     return [nbytes for nbytes in buffers if has_stash and nbytes > config.stash_page_bytes]
 
 
-def _whole_bytes(config: TrainConfig) -> int:
+def _newest_bytes(config: TrainConfig) -> int:
+    """What a stash never lets go, because backward begins with it."""
+    own = sum(_taken(config, expert_buffers(config, 0, buffer_rows(config))))
+    shared = sum(_taken(config, offered_by_shared(config, 0)))
+    if _is_read_in_place(config):
+        return shared if config.model.shared_width else own
+    return shared + own if config.model.shared_width else min(2, config.model.layers) * own
+
+
+def _whole_bytes(config: TrainConfig, *, is_last: bool) -> int:
     """What a stash has at full size while the experts of a layer run backward.
 
-    It is what they saved and what is expected next, that of the shared expert or of the next
-    layer: copied back, or never let go if backward begins with it.
+    That is what they saved and what is expected next, of the shared expert or of the next layer:
+    copied back, or never let go if backward begins with it.  What is read in its pages is neither.
     """
-    own = sum(_taken(config, expert_buffers(config, 0, buffer_rows(config))))
-    if config.model.shared_width:
-        return own + sum(_taken(config, offered_by_shared(config, 0)))
-    return min(2, config.model.layers) * own
+    buffers = expert_buffers(config, 0, buffer_rows(config))
+    own, copied = (sum(_taken(config, some)) for some in (buffers, _copied(config, buffers)))
+    is_alone = not config.model.shared_width
+    if not is_alone:
+        next_bytes = sum(_taken(config, _copied(config, offered_by_shared(config, 0))))
+    else:
+        next_bytes = copied if config.model.layers > 1 else 0
+    if is_last and is_alone:
+        return own + next_bytes if _is_read_in_place(config) else _newest_bytes(config)
+    return copied + next_bytes
+
+
+def _is_read_in_place(config: TrainConfig) -> bool:
+    """Are the experts asked first for what they read in its pages?
+
+    Then only the newest of them stay where they are.
+    """
+    reads_input = config.model.capacity_factor is None or _is_exact(config, Operand.GRADIENT)
+    return reads_input and _is_exact(config, Operand.PREACTIVATION)
+
+
+def _copied(config: TrainConfig, buffers: list[int]) -> list[int]:
+    """Of (pre-activation, input, routing weights) those that are copied back for backward."""
+    if not _is_exact(config, Operand.PREACTIVATION):
+        return buffers
+    # A GPU's kernels for rows in pages multiply 16-bit floats.
+    is_multiplied = itemsize_of(config) == 2 and _is_exact(config, Operand.GRADIENT)
+    return [] if is_multiplied else buffers[1:2]
+
+
+def _is_exact(config: TrainConfig, operand: Operand) -> bool:
+    """Do the experts keep or read this operand in high precision?"""
+    format = kept_format(config, operand, layer_name(0, "moe.experts.fc1"))
+    return isinstance(format, HighPrecisionFormat)
 
 
 def _shared_results(config: TrainConfig) -> int:
@@ -136,8 +174,16 @@ def _gradient_bytes(config: TrainConfig) -> tuple[int, int, int]:
     return earlier, earlier + head, earlier + head + others
 
 
-def _working_bytes(config: TrainConfig) -> int:
-    """What the experts of a layer work with in backward, on top of what was saved."""
+def _experts_bytes(config: TrainConfig, *, is_last: bool) -> int:
+    """What the experts of a layer work with in backward, and what a stash has whole meanwhile."""
+    whole = _whole_bytes(config, is_last=is_last)
+    hidden, *_ = expert_buffers(config, 0, buffer_rows(config))
+    is_paged = hidden in _taken(config, [hidden]) and whole < hidden
+    return _working_bytes(config, 0 if is_paged else hidden) + whole
+
+
+def _working_bytes(config: TrainConfig, freed: int) -> int:
+    """What the experts work with on top of what was saved, of which ``freed`` goes meanwhile."""
     model, rows, itemsize = config.model, buffer_rows(config), itemsize_of(config)
     H, inner = model.hidden, model.expert_width
     is_gathered = model.capacity_factor is None
@@ -148,7 +194,6 @@ def _working_bytes(config: TrainConfig) -> int:
     output = 0 if is_gathered else rows * H * itemsize
     at_activation = output + rows * 3 * inner * itemsize
     weights = 3 * model.experts * H * inner * itemsize
-    freed = expert_buffers(config, 0, rows)[0]
     behind = rows * 2 * inner * itemsize - freed + weights
     behind += layer_input_bytes(config) if is_gathered else 2 * output
     if not is_exact:
