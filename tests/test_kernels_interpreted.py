@@ -18,7 +18,7 @@ from torch import Tensor
 
 import backstash
 from backstash import kernels
-from backstash.kernels import Blocks, Codes, Scaled
+from backstash.kernels import Blocks, Codes, Scaled, Scaling
 from interpreter import interpreted, run_interpreted
 from pages_cases import random_program
 
@@ -30,6 +30,8 @@ COUNTS = [17, 0, 1, 22]
 ROWS, WIDTH = sum(COUNTS), 48
 #: Files that the interpreter cannot run.
 BEYOND = {
+    "activation_float8_backward.py": "machine code",
+    "activation_magnitudes.py": "machine code",
     "cast/pairs.py": "machine code",
     "float8_block_pairs.py": "calls cast/pairs.py",
     "nvfp4_pairs.py": "machine code",
@@ -92,6 +94,8 @@ def case_of_activations() -> None:
     check("activation", "activate", h, prob, "swiglu")
     check("activation", "activate_backward", da, h, prob, "swiglu")
     check("activation", "activate", h, None, "gelu")
+    relu = whole(ROWS, 2 * WIDTH, most=1)
+    check("activation_float8", "activate_float8", relu, None, "relu", Scaling(E4M3))
 
 
 def case_of_norms() -> None:

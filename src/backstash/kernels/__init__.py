@@ -13,6 +13,12 @@ from backstash.kernels.reference.activation import (
     activate_backward,
     activates_pages,
 )
+from backstash.kernels.reference.activation_float8 import (
+    ActivationCodes,
+    Scaling,
+    activate_backward_float8,
+    activate_float8,
+)
 from backstash.kernels.reference.blocks import block_ends, column_amax, row_amax
 from backstash.kernels.reference.cast import (
     MX_BLOCK,
@@ -140,6 +146,10 @@ from backstash.kernels.reference.transpose import transpose_codes
 activate = by_device(activate, "activation")
 activate_backward = by_device(activate_backward, "activation")
 activates_pages = by_device(activates_pages, "activation")
+activate_backward_float8 = by_device(
+    activate_backward_float8, "activation_float8_backward", FLOAT8_GPU
+)
+activate_float8 = by_device(activate_float8, "activation_float8", FLOAT8_GPU)
 add_group_bias = by_device(add_group_bias, "grouped_matmul")
 amax = by_device(amax, "cast", FLOAT8_GPU)
 bfloat16_parts = by_device(bfloat16_parts, "routing")
@@ -225,6 +235,7 @@ __all__ = [
     "RECEIPT_HOST_SHIFT",
     "RECEIPT_OVERFLOW",
     "RECEIPT_PENDING",
+    "ActivationCodes",
     "ActivationGradients",
     "Blocks",
     "Codes",
@@ -234,10 +245,13 @@ __all__ = [
     "PagedRows",
     "PoolState",
     "Scaled",
+    "Scaling",
     "Tally",
     "Turned",
     "activate",
     "activate_backward",
+    "activate_backward_float8",
+    "activate_float8",
     "activates_pages",
     "add_group_bias",
     "amax",
