@@ -5,9 +5,8 @@ expert-parallel group: a capacity of so many times an even load.  The same step 
 stash and without, as it is and, on a GPU, as a CUDA graph.  Loss and gradients are compared
 first, bit for bit, with torch told to raise on everything that waits for the GPU.  Then both are
 timed in turns, and their peaks are measured, beside what the formula says of the stash's: *the
-plain one, less the saved buffers of all layers at full capacity, plus those of two (the layer
-that backward is at, and the one that is copied back ahead of it; the newest two are never
-copied), plus the pages that were used*.
+plain one, less the saved buffers of all layers at full capacity, plus those of one (the newest,
+which is never copied; the others are read in their pages), plus the pages that were used*.
 
 Where an imbalance changes from step to step, both are given the same load in each turn.
 
@@ -211,7 +210,7 @@ def _measure(
             plain_peak_bytes=plain,
             expected_peak_bytes=None
             if plain is None
-            else plain - (shape.layers - 2) * worst + used,
+            else plain - (shape.layers - 1) * worst + used,
             stash=str(stash.stats()),
         )
 
