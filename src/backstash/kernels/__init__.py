@@ -140,6 +140,7 @@ from backstash.kernels.reference.routing import (
     weigh_experts,
     weigh_experts_backward,
 )
+from backstash.kernels.reference.row_weights import weights_to_copies, weights_to_rows
 from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
@@ -223,6 +224,8 @@ transpose_groups = by_device(transpose_groups, "float8_matmul", FLOAT8_GPU)
 unpermute = by_device(unpermute, "permutation")
 weigh_experts = by_device(weigh_experts, "routing")
 weigh_experts_backward = by_device(weigh_experts_backward, "routing")
+weights_to_copies = by_device(weights_to_copies, "row_weights")
+weights_to_rows = by_device(weights_to_rows, "row_weights")
 
 __all__ = [
     "ACTIVATIONS",
@@ -337,4 +340,6 @@ __all__ = [
     "unpermute",
     "weigh_experts",
     "weigh_experts_backward",
+    "weights_to_copies",
+    "weights_to_rows",
 ]

@@ -266,25 +266,14 @@ class _GatherWeights(torch.autograd.Function):
         ctx: Any, prob_TK: Tensor, slots_TK: Tensor, valid: Tensor | None, capacity: int
     ) -> Tensor:
         save_for_backward(ctx, slots_TK, valid)
-        # Each row is written once: the slots of all copies are a permutation.
-        prob_R = torch.empty_like(prob_TK).flatten()
-        prob_R.scatter_(0, slots_TK.flatten(), prob_TK.flatten())
-        missing = capacity - prob_R.shape[0]
-        return F.pad(prob_R, (0, missing)) if missing else prob_R
+        return kernels.weights_to_rows(prob_TK, slots_TK, capacity)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dprob_R,) = grads
         slots_TK, valid = saved_values(ctx)
-        if valid is None:
-            dprob_TK = dprob_R.index_select(0, slots_TK.flatten()).view(slots_TK.shape)
-            return dprob_TK, None, None, None
-        is_missing_TK = slots_TK >= valid
-        slot_R = slots_TK.masked_fill(is_missing_TK, 0).flatten()
-        dprob_TK = dprob_R.index_select(0, slot_R).view(slots_TK.shape)
-        # Chosen, not multiplied with zero: what is not there may be NaN.
-        return dprob_TK.masked_fill_(is_missing_TK, 0), None, None, None
+        return kernels.weights_to_copies(dprob_R, slots_TK, valid), None, None, None
 
 
 class _Combine(torch.autograd.Function):
