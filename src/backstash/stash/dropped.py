@@ -25,6 +25,8 @@ class Dropped:
 
     def __init__(self) -> None:
         self._held: collections.deque[Holding] = collections.deque()
+        # May one of a graph be among them?  Seldom, so they are looked through only then.
+        self._is_recorded = False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -32,10 +34,12 @@ class Dropped:
     def add(self, held: Holding) -> None:
         """Nobody holds this any more."""
         self._held.append(held)
+        if _is_captured(held):
+            self._is_recorded = True
 
     def is_due(self) -> bool:
         """Is it time to give them back?"""
-        return len(self._held) >= MOST_RELEASED or any(map(_is_captured, tuple(self._held)))
+        return self._is_recorded or len(self._held) >= MOST_RELEASED
 
     def has_some(self, *, capturing: bool) -> bool:
         """Is there one to be given back from here, where a graph is recorded or not?"""
@@ -44,9 +48,13 @@ class Dropped:
     def take(self, *, capturing: bool) -> list[Holding]:
         """All that can be given back from here; they are somebody else's affair now."""
         taken: list[Holding] = []
+        self._is_recorded = False
         for _ in range(len(self._held)):
             held = self._held.popleft()
-            (taken if _is_captured(held) == capturing else self._held).append(held)
+            if _is_captured(held) == capturing:
+                taken.append(held)
+            else:
+                self.add(held)
         return taken
 
     def forget_captured(self) -> None:

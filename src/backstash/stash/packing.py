@@ -7,6 +7,8 @@ itself, whatever else the same node saves.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from backstash import kernels
@@ -22,6 +24,7 @@ def packed_as(dtype: torch.dtype, compress: Format | None) -> torch.dtype:
     return torch.uint8 if compress is None or dtype not in _COMPRESSIBLE else dtype
 
 
+@functools.cache
 def payload_bytes(packed: torch.dtype, page_bytes: int) -> int:
     """Bytes of a buffer that one page holds."""
     return kernels.page_payload(packed, page_bytes) * packed.itemsize

@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from backstash.formats import Format
@@ -132,26 +131,26 @@ class Stash:
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Learn which tensors one node is about to save, so that one launch takes them all."""
-        offered: list[tuple[Content, Region]] = []
+        offered: dict[Content, int | None] = {}
         for tensor in tensors:
             rows = valid_rows(tensor)
             region = self._region(tensor, rows)
             if region is not None:
-                offered.append((self._content(region, rows), region))
+                offered[self._content(region, rows)] = region.version
         expected = self._expected
         # Most nodes save nothing that is marked.
         if not offered and expected.is_empty():
             return
         with self.pool.turn():
             self._forget_expected()
-            new = {
-                content: region
-                for content, region in offered
-                if self._known(content, region.version) is None
-            }
+            new = [
+                content
+                for content, version in offered.items()
+                if self._known(content, version) is None
+            ]
             for i in range(0, len(new), MOST_BUFFERS):
-                contents = list(new)[i : i + MOST_BUFFERS]
-                batch = self._admit([new[content] for content in contents])
+                contents = new[i : i + MOST_BUFFERS]
+                batch = self._admit(contents)
                 if batch is None:
                     expected.refused.update(contents)
                 else:
@@ -191,11 +190,8 @@ class Stash:
             return None
         return region
 
-    def _packed(self, region: Region) -> torch.dtype:
-        return packed_as(region.view.dtype, self.compress)
-
     def _content(self, region: Region, rows: Tensor | None) -> Content:
-        return content_of(region, rows, self._packed(region))
+        return content_of(region, rows, packed_as(region.view.dtype, self.compress))
 
     def _known(self, content: Content, version: int | None) -> Kept | None:
         """The same bytes, or more of them, if they have been taken already."""
@@ -212,26 +208,24 @@ class Stash:
             kept.batch.shared.add(kept.slot)
         else:
             if batch is None and content not in expected.refused:
-                batch = self._admit([region])
+                batch = self._admit([content])
             if batch is None:
                 return None
-            kept = batch.add(region, rows, tensor, self._packed(region))
+            kept = batch.add(region, rows, tensor, content.packed)
             self._kept[content, region.version] = kept
         if batch is not None and batch.originals and batch not in expected.batches:
             self._close(batch)
         return Saved(kept, region.view)
 
-    def _admit(self, regions: Sequence[Region]) -> Batch | None:
-        """A new batch with pages reserved for the regions, or None if there may be no room."""
+    def _admit(self, contents: Sequence[Content]) -> Batch | None:
+        """A new batch with pages reserved for the contents, or None if there may be no room."""
         if not self._live:
             self._foresight.new_round()
             self._number = 0
             self.pool.adapt()
         account: Account | None = None
         if not self.is_unattended:
-            worst = self.pool.pages_of(
-                [(region.place.nbytes, self._packed(region)) for region in regions]
-            )
+            worst = self.pool.pages_of([(c.place.nbytes, c.packed) for c in contents])
             if self._departures.are_waiting and not self.pool.has_room(worst):
                 # What those really take is known only once they have been copied.
                 self._departures.send_all()
@@ -239,7 +233,7 @@ class Stash:
             self._counts["waits"] += waits
             if account is None:
                 self._counts["kept"] += 1
-                self._counts["bytes_kept"] += sum(region.place.nbytes for region in regions)
+                self._counts["bytes_kept"] += sum(c.place.nbytes for c in contents)
                 self.pool.note_kept(worst)
                 return None
         batch = Batch(self.pool, self._number, account)
