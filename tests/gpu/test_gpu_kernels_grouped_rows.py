@@ -19,8 +19,10 @@ NAN = float("nan")
 
 
 def multiply_rows(a, b, ends):
+    kernel = importlib.import_module("backstash.kernels.grouped_rows").multiply_rows
+    is_turned = b.stride(1) == 1
     with no_host_reads():
-        return importlib.import_module("backstash.kernels.grouped_rows").multiply_rows(a, b, ends)
+        return kernel(a, b.mT if is_turned else b, ends, is_turned=is_turned)
 
 
 @by_half

@@ -148,7 +148,7 @@ def grouped_mm(x_TK: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     if not _has_kernels(x_TK):
         return reference.grouped_mm(x_TK, w_GNK, ends_G)
     check_grouped("grouped_mm", x_TK, w_GNK, ends_G, columns_dim=2)
-    return _mm_rows(x_TK, w_GNK.transpose(1, 2), ends_G)
+    return _mm_rows(x_TK, w_GNK, ends_G, is_turned=True)
 
 
 def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def grouped_mm_dx(dy_TN: Tensor, w_GNK: Tensor, ends_G: Tensor) -> Tensor:
     if not _has_kernels(dy_TN):
         return reference.grouped_mm_dx(dy_TN, w_GNK, ends_G)
     check_grouped("grouped_mm_dx", dy_TN, w_GNK, ends_G, columns_dim=1)
-    return _mm_rows(dy_TN, w_GNK, ends_G)
+    return _mm_rows(dy_TN, w_GNK, ends_G, is_turned=False)
 
 
 def grouped_mm_dw(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
@@ -244,19 +244,22 @@ def add_group_bias(y_TN: Tensor, bias_GN: Tensor, ends_G: Tensor) -> Tensor:
     return sum_TN
 
 
-def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
-    """Multiply each row from the right by its group's matrix; both row-wise products."""
-    rows, columns = a_TJ.shape[0], b_GJC.shape[2]
-    if not (rows and columns and b_GJC.shape[0] and b_GJC.shape[1]):
+def _mm_rows(a_TJ: Tensor, b: Tensor, ends_G: Tensor, *, is_turned: bool) -> Tensor:
+    """Multiply each row from the right by its group's matrix; both row-wise products.
+
+    ``b`` is ``(G, J, C)``, or turned, ``(G, C, J)``.
+    """
+    if b.stride(1) == 1 and b.stride(2) != 1:
+        b, is_turned = b.mT, not is_turned
+    rows, columns = a_TJ.shape[0], b.shape[1] if is_turned else b.shape[2]
+    if not (rows and columns and b.shape[0] and a_TJ.shape[1]):
         return a_TJ.new_zeros(rows, columns)
-    is_rows = b_GJC.stride(1) == 1
     if _is_for_hopper(a_TJ):
-        b_GJC = aligned(b_GJC.mT).mT if is_rows else aligned(b_GJC)
-        return multiply_rows(aligned(a_TJ), b_GJC, ends_G)
+        return multiply_rows(aligned(a_TJ), aligned(b), ends_G, is_turned=is_turned)
     if not _is_for_torch(a_TJ):
-        return grouped_plain.multiply_rows(a_TJ, b_GJC, ends_G)
+        return grouped_plain.multiply_rows(a_TJ, b.mT if is_turned else b, ends_G)
     ends_G = ends_G.clamp(0, rows).int()
-    b_GJC = _pad(b_GJC.mT).mT if is_rows else _pad(b_GJC)
+    b_GJC = _pad(b).mT if is_turned else _pad(b)
     out_TC = F.grouped_mm(_pad(a_TJ), b_GJC, offs=ends_G)
     zero_tail_(out_TC, ends_G)
     return out_TC[:, :columns]

@@ -283,14 +283,16 @@ def _rows_kernel(
 _multiply = Launcher(_rows_kernel)
 
 
-def multiply_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
+def multiply_rows(a_TJ: Tensor, b: Tensor, ends_G: Tensor, *, is_turned: bool = False) -> Tensor:
     """Multiply each row from the right by its group's matrix; zeros in the tail.
 
-    Both are aligned, ``b_GJC`` as it is or with its last two dimensions exchanged, and their
-    dtype is one of :data:`~backstash.kernels.warpgroups.DTYPES`.
+    ``b`` is ``(G, J, C)``, or turned, ``(G, C, J)``.  Both are aligned, and their dtype is one of
+    :data:`~backstash.kernels.warpgroups.DTYPES`.
     """
-    y_TC = new_aligned((a_TJ.shape[0], b_GJC.shape[2]), a_TJ)
-    _launch(a_TJ, b_GJC, ends_G, y_TC)
+    y_TC = new_aligned((a_TJ.shape[0], b.shape[1] if is_turned else b.shape[2]), a_TJ)
+    columns, block = TILE["BN"], values_a_block(a_TJ)
+    b_desc = matrices(b, columns, block) if is_turned else matrices(b, block, columns)
+    _launch(a_TJ, b_desc, ends_G, y_TC)
     return y_TC
 
 
@@ -303,23 +305,22 @@ def multiply_scaled_rows(
     """
     y_TC = new_aligned((a.codes.shape[0], b.codes.shape[1]), a.codes, dtype)
     scales = a.scale_inv.contiguous(), b.scale_inv.contiguous()
-    _launch(a.codes, b.codes.mT, ends_G, y_TC, scales, is_exact=not fast_accumulation)
+    b_desc = matrices(b.codes, TILE["BN"], values_a_block(b.codes))
+    _launch(a.codes, b_desc, ends_G, y_TC, scales, is_exact=not fast_accumulation)
     return y_TC
 
 
 def _launch(
     a_TJ: Tensor,
-    b_GJC: Tensor,
+    b_desc: Any,
     ends_G: Tensor,
     y_TC: Tensor,
     scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     *,
     is_exact: bool = False,
 ) -> None:
-    (T, J), C = a_TJ.shape, b_GJC.shape[2]
+    (T, J), C = a_TJ.shape, y_TC.shape[1]
     half, columns, block = TILE["HALF"], TILE["BN"], values_a_block(a_TJ)
-    is_rows = b_GJC.stride(1) == 1
-    b_desc = matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns)
     *moves, parts = carried_by(is_plain=scales[0] is None)
     _multiply(
         processor_count(a_TJ.device),
@@ -334,7 +335,7 @@ def _launch(
         ceil_div(C, columns),
         **stages_for(y_TC, TILE),
         BK=block,
-        B_ROWS=is_rows,
+        B_ROWS=b_desc.block_shape[-1] == block,
         EXACT=is_exact,
         PARTS=parts,
         num_warps=4,
