@@ -27,6 +27,18 @@ from backstash.nn.layer import uncompiled
 from backstash.nn.options import check_name, check_sizes
 
 
+@dataclasses.dataclass
+class _Latest:
+    """What the latest forward left for metrics.
+
+    Beside the module's attributes: to set one of those takes a module as long as two launches.
+    """
+
+    load: Tensor | None = None
+    losses: Losses = dataclasses.field(default_factory=Losses)
+    overflow: Tensor | None = None
+
+
 class MoE(nn.Module):
     """Send each token through its ``top_k`` experts, and through the shared one.
 
@@ -95,9 +107,22 @@ class MoE(nn.Module):
                 name=name and f"{name}.shared",
             )
         self.loss_scale: float | Tensor = 1.0
-        self.last_load: Tensor | None = None
-        self.last_losses = Losses()
-        self.last_overflow: Tensor | None = None
+        self._latest = _Latest()
+
+    @property
+    def last_load(self) -> Tensor | None:
+        """Rows that each expert was sent in the latest forward: int32 (E,)."""
+        return self._latest.load
+
+    @property
+    def last_losses(self) -> Losses:
+        """The router's losses in the latest forward, without their graph."""
+        return self._latest.losses
+
+    @property
+    def last_overflow(self) -> Tensor | None:
+        """Whether the dispatcher dropped rows in the latest forward; None where it never does."""
+        return self._latest.overflow
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +138,7 @@ class MoE(nn.Module):
         x_TH = x.reshape(x.numel() // self.hidden_size, self.hidden_size)
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
-        self.last_overflow = sent.overflow
+        self._latest.overflow = sent.overflow
         is_gathered = sent.rows is not None
         y = self.experts(sent.x, sent.splits_E, sent.prob_R, rows=sent.rows, combined=is_gathered)
         y_TH = self.dispatcher.combine(y, sent)
@@ -123,8 +148,8 @@ class MoE(nn.Module):
 
     def _with_losses(self, routing: Routing) -> Routing:
         """Hang the losses on the weights of the rows, through which every gradient passes."""
-        self.last_load = routing.counts_E
-        self.last_losses = routing.losses.detach()
+        self._latest.load = routing.counts_E
+        self._latest.losses = routing.losses.detach()
         if routing.losses.balance is None and routing.losses.z is None:
             return routing
         config, prob_TK = self.router.config, routing.prob_TK

@@ -237,7 +237,7 @@ class Router(nn.Module):
         tally = kernels.count_experts(self.choose(scores_TE), self.num_experts)
         # The forward of a reentrant checkpoint runs without grad, and is training all the same.
         if self.training and (torch.is_grad_enabled() or in_checkpoint()):
-            self._pending_E += tally.counts_E
+            self._pending_E.add_(tally.counts_E)
         return tally
 
     def _losses(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> Losses:

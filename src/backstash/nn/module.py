@@ -73,12 +73,15 @@ class QuantizedModule(nn.Module):
 
     def _new_call(self, linear: str) -> Call:
         force = in_force()
-        name = ".".join(part for part in (self.name, linear) if part)
+        name = f"{self.name}.{linear}" if self.name and linear else self.name or linear
         call = Call(force.recipe, type(self).__name__, name)
         if force.recipe.choose is not None:
             force.recipe.check_products(call.module, name)
-        formats = {op: call.format(op, phase) for op, phase in _LEARNT_IN.items()}
-        learnt = {op: f for op, f in formats.items() if isinstance(f, Float8Delayed)}
+        learnt = {
+            op: format
+            for op, phase in _LEARNT_IN.items()
+            if isinstance(format := call.format(op, phase), Float8Delayed)
+        }
         return self._learning(call, linear, learnt) if learnt else call
 
     def _learning(self, call: Call, linear: str, formats: Mapping[Operand, Float8Delayed]) -> Call:
