@@ -10,6 +10,7 @@ gated, else F = I), B rows of a program, L columns of a part.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from backstash.kernels.blocks import new_bytes, unit_columns
 from backstash.kernels.cast.lines import LONGEST_LINE
 from backstash.kernels.cast.scales import scale_of, scaling_of
 from backstash.kernels.float8_rowwise import quantize_float8_rows
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.activation import check_activation, curve_name
 from backstash.kernels.reference.activation_float8 import Scaling
 from backstash.kernels.sizes import ceil_div, next_power_of_2
@@ -59,11 +61,15 @@ def _activate_rows_kernel(
     epsilon,
     value_for_inf,
     exact,
+    p_ends,
+    groups,
     CURVE: tl.constexpr,
     B: tl.constexpr,
     L: tl.constexpr,
     REST: tl.constexpr,
 ):
+    if p_ends is not None:
+        rows = tl.minimum(tl.load(p_ends + groups - 1), rows)
     i_row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     m_row = i_row < rows
     o_row = i_row * h_stride
@@ -90,22 +96,33 @@ def _activate_rows_kernel(
         tl.store(p_row + i_rest[None, :], codes, mask=m_row[:, None] & m_rest[None, :])
 
 
+_activate_rows = Launcher(_activate_rows_kernel)
+
+
 def activate_float8(
-    h_TF: Tensor, prob_T: Tensor | None, activation: str, scaling: Scaling
+    h_TF: Tensor,
+    prob_T: Tensor | None,
+    activation: str,
+    scaling: Scaling,
+    ends_G: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of the activation: codes ``(T, I)`` as bytes and inverse scales ``(T, 1)``."""
+    """The rows of the activation: codes ``(T, I)`` as bytes and inverse scales ``(T, 1)``.
+
+    With the ends of groups, rows of the tail are not written.
+    """
     check_activation(h_TF, prob_T, activation)
     h_TF = unit_columns(h_TF)
     gate_TI, up_TI = halves(h_TF, activation)
     rows, columns = gate_TI.shape
     if h_TF.dtype is torch.float64 or columns > LONGEST_LINE or not columns:
-        a_TI = activate(h_TF, prob_T, activation)
+        a_TI = activate(h_TF, prob_T, activation, ends_G)
         return quantize_float8_rows(a_TI, scaling.code_dtype, **scaling.options)
     codes_TI = new_bytes(rows, columns, like=h_TF)
     scale_inv_T1 = torch.empty(rows, 1, dtype=torch.float32, device=h_TF.device)
-    tile = {"CURVE": curve_name(activation), **_tile(columns)}
     if rows:
-        _activate_rows_kernel[(ceil_div(rows, tile["B"]),)](
+        tile = _tile(columns, activation)
+        _activate_rows(
+            ceil_div(rows, tile["B"]),
             gate_TI,
             up_TI,
             prob_T,
@@ -116,13 +133,16 @@ def activate_float8(
             h_TF.stride(0),
             0 if prob_T is None else prob_T.stride(0),
             *scaling_of(scaling.code_dtype, scaling.epsilon, power_of_two=scaling.power_of_two),
+            ends_G,
+            0 if ends_G is None else ends_G.shape[0],
             **tile,
         )
     return codes_TI, scale_inv_T1
 
 
-def _tile(columns: int) -> dict[str, Any]:
-    """Rows of a program, the two parts of a row, and warps."""
+@functools.cache
+def _tile(columns: int, activation: str) -> dict[str, Any]:
+    """The curve, rows of a program, the two parts of a row, and warps."""
     L = next_power_of_2(columns)
     REST = None
     if columns < L and L > _OF_A_WARP // 2:
@@ -131,4 +151,5 @@ def _tile(columns: int) -> dict[str, Any]:
     length = L + (REST or 0)
     B = next_power_of_2(_VALUES // length + 1) // 2 if length <= _VALUES else 1
     warps = min(_MOST_WARPS, next_power_of_2(ceil_div(B * length, _OF_A_WARP)))
-    return {"B": max(1, B), "L": L, "REST": REST, "num_warps": warps}
+    tile = {"CURVE": curve_name(activation), "B": B, "L": L, "REST": REST}
+    return {**tile, "num_warps": warps}

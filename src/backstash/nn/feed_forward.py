@@ -25,6 +25,7 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import ConfigError
 from backstash.kernels import PagedRows
+from backstash.nn.activated import activated_rows
 from backstash.nn.call import Kept
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
@@ -115,9 +116,7 @@ class FeedForward:
     ) -> tuple[Tensor, Kept | None]:
         """Give the output and ``h`` to save; ``x_rows`` is as the first matmul reads it."""
         h_TF = self.fc1.forward(x_rows.take(), weights.fc1_weight, weights.fc1_bias, rows.ends_G)
-        a_TI = kernels.activate(h_TF, rows.prob_T, self.activation, rows.ends_G)
-        a_rows = self.fc2.call.rows(Operand.INPUT, a_TI, rows.ends_G)
-        del a_TI
+        a_rows = activated_rows(self.fc2.call, h_TF, rows.prob_T, self.activation, rows.ends_G)
         fc2_bias = weights.fc2_bias if rows.prob_T is None else None
         y_TH = self.fc2.forward(a_rows, weights.fc2_weight, fc2_bias, rows.ends_G)
         if weights.fc2_bias is not None and rows.prob_T is not None:

@@ -59,10 +59,17 @@ class ActivationCodes(NamedTuple):
 
 
 def activate_float8(
-    h_TF: Tensor, prob_T: Tensor | None, activation: str, scaling: Scaling
+    h_TF: Tensor,
+    prob_T: Tensor | None,
+    activation: str,
+    scaling: Scaling,
+    ends_G: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of the activation: codes ``(T, I)`` as bytes and inverse scales ``(T, 1)``."""
-    a_TI = activate(h_TF, prob_T, activation)
+    """The rows of the activation: codes ``(T, I)`` as bytes and inverse scales ``(T, 1)``.
+
+    With the ends of groups, rows of the tail may hold anything.
+    """
+    a_TI = activate(h_TF, prob_T, activation, ends_G)
     return quantize_float8_rows(a_TI, scaling.code_dtype, **scaling.options)
 
 
