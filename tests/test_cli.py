@@ -130,6 +130,13 @@ def test_estimate_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
+def test_estimate_refuses_a_stash_that_would_take_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert backstash("estimate", "--preset", "tiny", "--stash") != 0
+    assert "pass a smaller --stash-page-bytes, or leave --stash out" in capsys.readouterr().err
+
+
 def test_check_says_what_each_format_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert backstash("check") == 0
     out = capsys.readouterr().out

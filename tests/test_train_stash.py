@@ -308,6 +308,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"stash": True, "stash_bytes": value}, "stash_bytes") for value in (-1, 1.5, "1", True)),
     *(({"stash": True, "stash_host_bytes": value}, "stash_host_bytes") for value in (-1, None)),
     *(({"stash_page_bytes": value}, "stash_page_bytes") for value in (0, 8, 24, 65537, None)),
+    ({"stash": True, "stash_bytes": 16, "stash_page_bytes": 32}, "a page of 32 bytes, got 16"),
+    ({"stash": True, "stash_host_bytes": 4}, "stash_host_bytes has to be room for a page of 65536"),
     ({"stash_bytes": 1 << 20}, "--stash"),
     ({"stash_host_bytes": 1 << 20}, "--stash"),
 ]
@@ -324,7 +326,8 @@ def test_a_wrong_size_is_refused_when_the_config_is_made(
 
 @pytest.mark.parametrize("value", [0, 0.9, -1.0, float("nan"), float("inf"), "2", True])
 def test_a_capacity_that_would_drop_rows_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"capacity_factor has to be .* at least 1.*pass"):
+    words = r"capacity_factor has to be .* at least 1, got .*; pass for example 2"
+    with pytest.raises(ConfigError, match=words):
         small_model(capacity_factor=value)
 
 

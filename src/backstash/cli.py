@@ -125,6 +125,8 @@ def generate(arguments: Sequence[str]) -> int:
 def estimate(arguments: Sequence[str]) -> int:
     """Say what a run will need, without running it."""
     config = _train_config("estimate", arguments)
+    if config.stash:
+        importlib.import_module("backstash.train.stash").check_takes(config)
     _print_table(importlib.import_module("backstash.train.peak").table(config))
     return 0
 

@@ -259,4 +259,4 @@ def show(rows: Sequence[StashRow]) -> None:
             f"{pair.theirs_us:.1f}",
             row.what,
         )
-    Console().print(table)
+    Console(width=120).print(table)

@@ -311,7 +311,7 @@ def show(rows: Sequence[StepRow]) -> None:
             "" if of_formula is None else f"{of_formula:.3f}",
             row.what,
         )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def _gigabytes(count: int | None) -> str:

@@ -280,9 +280,10 @@ def check_number(
         bounds = {"above": above, "at least": least, "at most": most, "below": below}
         wanted = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if math.isfinite(b))
         default = getattr(type(config)(), name)
-        example = default if default is None else f"{default:g}"
+        example = least + 1 if default is None else default
         raise ConfigError(
-            f"{name} has to be a finite number {wanted}, got {value!r}; pass for example {example}"
+            f"{name} has to be a finite number {wanted}, got {value!r}; "
+            f"pass for example {example:g}"
         )
 
 
@@ -312,6 +313,13 @@ def check_stash(config: TrainConfig) -> None:
             f"stash_page_bytes has to be a power of two, got {config.stash_page_bytes}; "
             f"pass {1 << config.stash_page_bytes.bit_length()}"
         )
+    for name in ("stash_bytes", "stash_host_bytes"):
+        size = getattr(config, name)
+        if size is not None and 0 < size < config.stash_page_bytes:
+            raise ConfigError(
+                f"{name} has to be room for a page of {config.stash_page_bytes} bytes, got {size}; "
+                "pass more bytes, or 0 for none"
+            )
     if not config.stash and (config.stash_bytes is not None or config.stash_host_bytes):
         raise ConfigError(
             f"a pool without a stash would hold nothing, got stash={config.stash}, "

@@ -20,6 +20,20 @@ from .estimate import stash_bytes
 from .metrics import StashMetrics
 
 
+def check_takes(config: TrainConfig) -> None:
+    """Refuse a stash that would hold nothing.
+
+    Raises:
+        ConfigError: no buffer of a process is larger than a page.
+    """
+    if config.recompute == "none" and not stash_bytes(config):
+        raise ConfigError(
+            "a stash would take nothing: no buffer that the experts of a process save is larger "
+            f"than a page of {config.stash_page_bytes} bytes; pass a smaller --stash-page-bytes, "
+            "or leave --stash out"
+        )
+
+
 def open_stash(config: TrainConfig, device: torch.device, *, ranks: int = 1) -> Stash:
     """Return an empty stash on the device that the model is on, for one of ``ranks`` processes.
 
@@ -28,12 +42,7 @@ def open_stash(config: TrainConfig, device: torch.device, *, ranks: int = 1) -> 
         DeviceError: there are no kernels for the device.
     """
     config = dataclasses.replace(config, batch=config.batch // ranks)
-    if config.recompute == "none" and not stash_bytes(config):
-        raise ConfigError(
-            "a stash would take nothing: no buffer that the experts of a process save is larger "
-            f"than a page of {config.stash_page_bytes} bytes; pass a smaller --stash-page-bytes, "
-            "or leave --stash out"
-        )
+    check_takes(config)
     host_bytes, page_bytes = config.stash_host_bytes, config.stash_page_bytes
     if config.stash_bytes is not None:
         pool = PagePool(config.stash_bytes, host_bytes, device=device, page_bytes=page_bytes)
