@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 import backstash as bs
+from backstash import kernels
+from backstash.kernels import PagedRows
 from backstash.stash import Policy, Stash
 from stash_cases import assert_nothing_is_held, pool
 
@@ -47,8 +49,10 @@ class Given:
 
     def check(self, stash: Stash) -> None:
         if self.handle is not None:
-            restored = stash.unpack(self.handle)
-            assert torch.equal(restored[: len(self.expected)], self.expected)
+            self.compare(stash.unpack(self.handle))
+
+    def compare(self, restored: Tensor) -> None:
+        assert torch.equal(restored[: len(self.expected)], self.expected)
 
 
 class Stashing(RuleBasedStateMachine):
@@ -122,6 +126,15 @@ class Stashing(RuleBasedStateMachine):
     @rule(value=values)
     def restore(self, value: Given) -> None:
         value.check(self.stash)
+
+    @rule(value=values, is_last=st.booleans())
+    def read_in_place(self, value: Given, is_last: bool) -> None:
+        """Pages that are read stay as long as they are, even if autograd has let go of them."""
+        if value.handle is not None:
+            rows = self.stash.read(value.handle, lambda paged: True)
+            if is_last:
+                value.handle = None
+            value.compare(kernels.page_values(rows) if isinstance(rows, PagedRows) else rows)
 
     @rule(value=consumes(values))
     def drop(self, value: Given) -> None:

@@ -76,11 +76,15 @@ class Departures:
 
     def send_all(self, *, but: Collection[int] = ()) -> None:
         """Copy at once what waits and has no number of ``but``."""
+        if not self._waiting:
+            return
         self._send_some([batch for batch in self._open() if batch.number not in but])
 
     def land(self, *, by: float = math.inf, but: Batch | None = None) -> None:
         """Let originals go that land when ``by`` tensors have been offered, except for ``but``."""
-        capturing = bool(self._copying) and self._pool.streams.is_capturing()
+        if not self._copying:
+            return
+        capturing = self._pool.streams.is_capturing()
         still: list[Batch] = []
         for reference in self._copying:
             batch = reference()
