@@ -120,7 +120,7 @@ class Batch:
         self.originals.append(Original(buffer, original, region.version))
         self.nbytes.append(region.place.nbytes)
         self.packed.append(packed)
-        return Kept(self, len(self.nbytes) - 1, StorageWeakRef(region.storage), rows)
+        return Kept(self, len(self.nbytes) - 1, StorageWeakRef(tensor.untyped_storage()), rows)
 
     @property
     def unshared(self) -> list[int]:

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 
 class View(NamedTuple):
@@ -68,7 +68,6 @@ class Region(NamedTuple):
     ``is_own`` says that they are the tensor's own, in order.
     """
 
-    storage: UntypedStorage
     row_bytes: int
     place: Place
     view: View
@@ -82,7 +81,21 @@ class Region(NamedTuple):
         with torch.no_grad():
             buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             where = self.place.start, (self.place.nbytes,), (1,)
-            return buffer.set_(self.storage, *where)  # pyright: ignore[reportArgumentType]
+            storage = tensor.untyped_storage()
+            return buffer.set_(storage, *where)  # pyright: ignore[reportArgumentType]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Would the region of this tensor be the same?"""
+        view, place = self.view, self.place
+        return (
+            tensor.untyped_storage()._cdata == place.storage
+            and tensor.dtype is view.dtype
+            and int(tensor.storage_offset()) * view.dtype.itemsize
+            == place.start + view.offset * view.dtype.itemsize
+            and tensor.shape == view.size
+            and tensor.stride() == view.stride
+            and _version_of(tensor) == self.version
+        )
 
 
 def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
@@ -109,7 +122,6 @@ def region_of(tensor: Tensor, *, marked: bool) -> Region | None:
     else:
         return None
     return Region(
-        storage,
         row_bytes,
         Place(storage._cdata, start, nbytes),
         View(tensor.dtype, tensor.shape, stride, offset - start // item),

@@ -22,6 +22,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,26 +50,39 @@ class Take(enum.Enum):
     ALL = "all"
 
 
+class _Announced(NamedTuple):
+    """What a node is about to save, and the batch that it will be of; None where it is refused."""
+
+    rows: Tensor | None
+    region: Region
+    content: Content
+    batch: Batch | None
+
+
 class _Expected(threading.local):
     """What a node on this thread has announced and not yet saved, and whether it multiplied."""
 
     def __init__(self) -> None:
-        self.contents: list[Content] = []
-        self.refused: set[Content] = set()
-        self.batches: list[Batch] = []
+        self.announced: list[_Announced] = []
         self.multiplied = False
 
-    def is_empty(self) -> bool:
-        """Is nothing waited for, nor known to be refused?"""
-        return not (self.contents or self.refused)
+    def find(self, tensor: Tensor, rows: Tensor | None) -> _Announced | None:
+        """The announcement of just this tensor: nothing need be found out again then."""
+        for one in self.announced:
+            if one.rows is rows and one.region.is_of(tensor):
+                return one
+        return None
 
-    def pop(self, content: Content) -> Batch | None:
-        """The batch that ``content`` was announced for; it is not waited for any more."""
-        if content not in self.contents:
-            return None
-        i = self.contents.index(content)
-        self.contents.pop(i)
-        return self.batches.pop(i)
+    def pop(self, content: Content) -> _Announced | None:
+        """The announcement of these bytes; it is not waited for any more, unless it is refused."""
+        for i, one in enumerate(self.announced):
+            if one.content == content:
+                return one if one.batch is None else self.announced.pop(i)
+        return None
+
+    def is_waiting(self, batch: Batch) -> bool:
+        """Will more be saved of this batch?"""
+        return any(one.batch is batch for one in self.announced)
 
 
 class Stash:
@@ -131,31 +145,22 @@ class Stash:
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Learn which tensors one node is about to save, so that one launch takes them all."""
-        offered: dict[Content, int | None] = {}
+        offered: dict[Content, tuple[Tensor | None, Region]] = {}
         for tensor in tensors:
             rows = valid_rows(tensor)
             region = self._region(tensor, rows)
             if region is not None:
-                offered[self._content(region, rows)] = region.version
-        expected = self._expected
+                offered.setdefault(self._content(region, rows), (rows, region))
         # Most nodes save nothing that is marked.
-        if not offered and expected.is_empty():
+        if not offered and not self._expected.announced:
             return
         with self.pool.turn():
             self._forget_expected()
-            new = [
-                content
-                for content, version in offered.items()
-                if self._known(content, version) is None
-            ]
+            new = [c for c, (_, region) in offered.items() if not self._known(c, region.version)]
             for i in range(0, len(new), MOST_BUFFERS):
                 contents = new[i : i + MOST_BUFFERS]
                 batch = self._admit(contents)
-                if batch is None:
-                    expected.refused.update(contents)
-                else:
-                    expected.contents += contents
-                    expected.batches += [batch] * len(contents)
+                self._expected.announced += [_Announced(*offered[c], c, batch) for c in contents]
 
     def multiply(self) -> Moves | None:
         """A matmul is launched next: what it may move meanwhile."""
@@ -168,15 +173,21 @@ class Stash:
         departures = self._departures
         departures.offers += 1
         # What is declined must cost next to nothing: most saved tensors are.
-        region = None
+        region = content = None
         if rows is not None or self.take is not Take.MARKED:
-            region = self._region(tensor, rows)
+            one = self._expected.find(tensor, rows)
+            if one is not None:
+                region, content = one.region, one.content
+            else:
+                region = self._region(tensor, rows)
         if region is None and departures.offers < departures.next_landing:
             return None
         with self.pool.turn():
             if departures.offers >= departures.next_landing:
                 departures.land(by=departures.offers)
-            return None if region is None else self._take(region, tensor, rows)
+            if region is None:
+                return None
+            return self._take(region, content or self._content(region, rows), tensor, rows)
 
     def _region(self, tensor: Tensor, rows: Tensor | None) -> Region | None:
         """The bytes to take of a tensor, or None where it is not for this stash."""
@@ -201,19 +212,23 @@ class Stash:
                 return kept
         return None
 
-    def _take(self, region: Region, tensor: Tensor, rows: Tensor | None) -> Saved | None:
-        content, expected = self._content(region, rows), self._expected
-        batch, kept = expected.pop(content), self._known(content, region.version)
+    def _take(
+        self, region: Region, content: Content, tensor: Tensor, rows: Tensor | None
+    ) -> Saved | None:
+        one = self._expected.pop(content)
+        batch = None if one is None else one.batch
+        # What is announced was not known, and is taken here for the first time.
+        kept = self._known(content, region.version) if batch is None else None
         if kept is not None:
             kept.batch.shared.add(kept.slot)
         else:
-            if batch is None and content not in expected.refused:
+            if one is None:
                 batch = self._admit([content])
             if batch is None:
                 return None
             kept = batch.add(region, rows, tensor, content.packed)
             self._kept[content, region.version] = kept
-        if batch is not None and batch.originals and batch not in expected.batches:
+        if batch is not None and batch.originals and not self._expected.is_waiting(batch):
             self._close(batch)
         return Saved(kept, region.view)
 
@@ -254,13 +269,10 @@ class Stash:
 
     def _forget_expected(self) -> None:
         """What was announced and never saved is not waited for; what was saved of it goes."""
-        expected = self._expected
-        if expected.is_empty():
-            return
-        for batch in dict.fromkeys(expected.batches):
-            if batch.originals and batch.state is BatchState.OPEN:
+        announced, self._expected.announced = self._expected.announced, []
+        for batch in dict.fromkeys([one.batch for one in announced]):
+            if batch is not None and batch.originals and batch.state is BatchState.OPEN:
                 self._close(batch)
-        expected.contents, expected.batches, expected.refused = [], [], set()
 
     # --- coming back ------------------------------------------------------------------------
 
