@@ -1,14 +1,9 @@
-"""Where tokens go, on a GPU: the twins of ``backstash.kernels.reference.routing``, and a sort.
+"""Where tokens go, on a GPU: the twins of ``backstash.kernels.reference.routing``.
 
-Choosing, counting, sorting and weighing are small jobs, and what they cost is mostly launches:
-here each is one to three of them.  Choices, counts and places are integers, so they are the
-reference's to the last bit.
+Choosing and weighing are small jobs, and what they cost is mostly launches: here each is one.
+Choices are integers, so they are the reference's to the last bit.
 
-Rows are sorted by counting, in blocks of rows.  The first launch counts each block's rows of each
-expert; the second adds up the blocks before each block; the third places each row: where its
-expert starts, after the rows of that expert in the blocks before, and before it in its own.
-
-Letters: T tokens, K experts a token, R rows (T * K), E experts, S blocks of rows.
+Letters: T tokens, K experts a token, E experts.
 """
 
 from __future__ import annotations
@@ -22,22 +17,16 @@ from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.launches import Launcher
-from backstash.kernels.reference import permute as reference_permute
 from backstash.kernels.reference import routing as reference
 from backstash.kernels.reference.routing import (
-    Tally,
-    check_experts,
     check_parts,
     check_top,
     check_weigh,
 )
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
-# Rows of a block, and numbers that a program holds at once.
-_ROWS = 512
-_NUMBERS = 4096
+# Numbers that a program holds at once.
 _FEW_NUMBERS = 2048
-_LANES = 32
 # Past these a program would not hold what it compares; the reference has no such limits.
 _MOST_EXPERTS = 2048
 _MOST_COPIES = 32
@@ -75,90 +64,6 @@ def _top_kernel(
         i_best = BE - 1 - tl.sum(best & 0xFFFFFFFF, 1)  # pyright: ignore[reportOperatorIssue]
         tl.store(p_expert + i_token * K + k, i_best, mask=m_token)
         key = tl.where(key == best, least, key)
-
-
-@triton.jit
-def _numbers(p_expert, i_row, rows, experts, first):
-    """The expert of each row from ``first`` on; -1 for nobody, and for rows that are not there."""
-    m_row = i_row < rows
-    expert = tl.load(p_expert + i_row, mask=m_row, other=0) - first
-    return tl.where(m_row & (expert >= 0) & (expert < experts), expert, -1).to(tl.int32)
-
-
-@triton.jit
-def _count_kernel(
-    p_expert,
-    p_count,
-    rows,
-    experts,
-    first,
-    B: tl.constexpr,
-    STEP: tl.constexpr,
-    BE: tl.constexpr,
-):
-    """How many rows of each expert there are in one block: ``(S, BE)``."""
-    i_expert = tl.arange(0, BE)
-    count = tl.zeros([BE], tl.int32)
-    for step in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, first)
-        count += tl.sum((expert[:, None] == i_expert[None, :]).to(tl.int32), 0)
-    tl.store(p_count + tl.program_id(0) * BE + i_expert, count)
-
-
-@triton.jit
-def _add_up_kernel(
-    p_count, p_total, blocks, experts, LINES: tl.constexpr, LANES: tl.constexpr, BE: tl.constexpr
-):
-    """Each block's counts become those of the blocks before it; totals of a few experts."""
-    i_expert = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    before = tl.zeros([LANES], tl.int32)
-    for first in range(0, blocks, LINES):
-        i_block = first + tl.arange(0, LINES)
-        mask = (i_block < blocks)[:, None]
-        p_tile = p_count + i_block[:, None] * BE + i_expert[None, :]
-        count = tl.load(p_tile, mask=mask, other=0)
-        tl.store(p_tile, tl.cumsum(count, 0) - count + before[None, :], mask=mask)
-        before += tl.sum(count, 0)
-    tl.store(p_total + i_expert, before, mask=i_expert < experts)
-
-
-@triton.jit
-def _place_kernel(
-    p_expert,
-    p_count,
-    p_total,
-    p_source,
-    p_slots,
-    rows,
-    experts,
-    first,
-    copies,
-    count_stride,
-    B: tl.constexpr,
-    STEP: tl.constexpr,
-    BE: tl.constexpr,
-):
-    i_expert = tl.arange(0, BE)
-    m_expert = i_expert < experts
-    total = tl.load(p_total + i_expert, mask=m_expert, other=0)
-    o_count = tl.program_id(0) * count_stride
-    before = tl.load(p_count + o_count + i_expert, mask=m_expert, other=0)
-    place = tl.cumsum(total, 0) - total + before
-    # Nobody's rows come after everybody's; of the rows before this block the others are nobody's.
-    last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0)
-    for step in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, first)
-        is_its = (expert[:, None] == i_expert[None, :]).to(tl.int32)
-        slot_at = tl.cumsum(is_its, 0) - 1 + place[None, :]
-        slot = tl.sum(tl.where(is_its > 0, slot_at, 0), 1)
-        place += tl.sum(is_its, 0)
-        is_nobody = (expert < 0).to(tl.int32)
-        slot = tl.where(is_nobody > 0, tl.cumsum(is_nobody, 0) - 1 + last, slot)
-        last += tl.sum(is_nobody, 0)
-        tl.store(p_slots + i_row, slot.to(tl.int64), mask=i_row < rows)
-        tl.store(p_source + slot, (i_row // copies).to(tl.int64), mask=i_row < rows)
 
 
 @triton.jit
@@ -230,9 +135,6 @@ def _parts_kernel(p_x, p_parts, rows, columns, BT: tl.constexpr, BE: tl.constexp
 
 
 _choose = Launcher(_top_kernel)
-_count_blocks = Launcher(_count_kernel)
-_add_up = Launcher(_add_up_kernel)
-_place = Launcher(_place_kernel)
 _weigh = Launcher(_weigh_kernel)
 _weigh_backward = Launcher(_weigh_backward_kernel)
 _cut = Launcher(_parts_kernel)
@@ -261,44 +163,6 @@ def top_experts(scores_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Tensor:
             **tile,
         )
     return expert_TK
-
-
-def count_experts(expert_TK: Tensor, num_experts: int) -> Tally:
-    """Count the rows that go to each expert; numbers outside are counted nowhere."""
-    check_experts("count_experts", expert_TK)
-    if num_experts > _MOST_EXPERTS:
-        return reference.count_experts(expert_TK, num_experts)
-    return Tally(*_count(expert_TK, num_experts, 0))
-
-
-def sort_by_expert(
-    expert_TK: Tensor, num_experts: int, first: int = 0, tally: Tally | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one."""
-    check_experts("sort_by_expert", expert_TK)
-    if num_experts > _MOST_EXPERTS:
-        return reference_permute.sort_by_expert(expert_TK, num_experts, first)
-    count_SB, total_E = _counts_of(expert_TK, num_experts, first, tally)
-    expert_TK = expert_TK.contiguous()
-    new = {"dtype": torch.int64, "device": expert_TK.device}
-    source_R = torch.empty(expert_TK.numel(), **new)
-    slots_TK = torch.empty(expert_TK.shape, **new)
-    if source_R.shape[0]:
-        _place(
-            count_SB.shape[0],
-            expert_TK,
-            count_SB,
-            total_E,
-            source_R,
-            slots_TK,
-            source_R.shape[0],
-            num_experts,
-            first,
-            expert_TK.shape[1],
-            count_SB.stride(0),
-            **_steps(num_experts),
-        )
-    return source_R, slots_TK, total_E
 
 
 def weigh_experts(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
@@ -358,37 +222,6 @@ def bfloat16_parts(x_TE: Tensor) -> Tensor:
     if programs:
         _cut(programs, x_TE.contiguous(), parts_TP, rows, columns, **tile)
     return parts_TP
-
-
-def _counts_of(
-    expert_TK: Tensor, num_experts: int, first: int, tally: Tally | None
-) -> tuple[Tensor, Tensor]:
-    """Rows of each expert in the blocks of rows before each block, and in all."""
-    if tally is not None and tally.expert_TK is expert_TK and tally.before_SB is not None:
-        last = first + num_experts
-        if first >= 0 and last <= tally.counts_E.shape[0]:
-            return tally.before_SB[:, first:], tally.counts_E[first:last]
-    _, total_E, before_SB = _count(expert_TK, num_experts, first)
-    return before_SB, total_E
-
-
-def _count(expert_TK: Tensor, num_experts: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of a tally of the experts from ``first`` on."""
-    rows, tile = expert_TK.numel(), _steps(num_experts)
-    new = {"dtype": torch.int32, "device": expert_TK.device}
-    blocks, lanes = ceil_div(rows, _ROWS), tile["BE"]
-    count_SB, total_E = torch.empty(blocks, lanes, **new), torch.empty(num_experts, **new)
-    if blocks:
-        _count_blocks(blocks, expert_TK.contiguous(), count_SB, rows, num_experts, first, **tile)
-    if num_experts:
-        sizes: dict[str, Any] = {"LINES": 64, "LANES": _LANES, "BE": lanes}
-        _add_up(lanes // _LANES, count_SB, total_E, blocks, num_experts, **sizes)
-    return expert_TK, total_E, count_SB
-
-
-def _steps(num_experts: int) -> dict[str, Any]:
-    lanes = max(_LANES, next_power_of_2(num_experts))
-    return {"B": _ROWS, "STEP": max(2, _NUMBERS // lanes), "BE": lanes}
 
 
 def _tile(columns: int) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backstash import kernels
@@ -168,11 +167,10 @@ class Local:
     @opaque(reason="the buffers of a rank are marked with their valid length")
     def _fill_buffer(self, x_TH: Tensor, routing: Routing) -> Dispatched:
         keep = self._kept(routing.counts_E.shape[0])
-        source_R, slots_TK, counts_G = _sort(routing, keep)
         capacity = self._capacity_rows(routing, len(keep))
+        # Rows that are not there are of token 0: they have to be gathered from somewhere.
+        source_R, slots_TK, counts_G = _sort(routing, keep, capacity)
         fitted = kernels.fit_groups(counts_G, capacity)
-        # Cut or filled up with token 0: rows that are not there have to be gathered from somewhere.
-        source_R = F.pad(source_R, (0, capacity - source_R.shape[0]))
         buffer = Buffer(RowMap(source_R, slots_TK), fitted.ends_G[-1:], fitted.overflow)
         x_RH = _Gather.apply(x_TH, source_R, slots_TK, buffer.valid)
         prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, buffer.valid, capacity)
@@ -217,13 +215,13 @@ def _are_numbers(keep: Any) -> bool:
     return all(type(e) is int and e >= 0 for e in keep) and len(set(keep)) == len(keep)
 
 
-def _sort(routing: Routing, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows by the place of their expert in ``keep``; the others' come last."""
+def _sort(routing: Routing, keep: Sequence[int], rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first rows by the place of their expert in ``keep``; the others' come last."""
+    expert_TK, experts = routing.expert_TK, len(keep)
     if list(keep) == list(range(keep[0], keep[-1] + 1)):
-        return kernels.sort_by_expert(
-            routing.expert_TK, len(keep), first=keep[0], tally=routing.tally
-        )
-    return kernels.sort_by_expert(_numbers_among(routing.expert_TK, keep), len(keep))
+        first, tally = keep[0], routing.tally
+        return kernels.sort_by_expert(expert_TK, experts, first, tally, rows=rows)
+    return kernels.sort_by_expert(_numbers_among(expert_TK, keep), experts, rows=rows)
 
 
 def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:

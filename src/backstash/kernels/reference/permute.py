@@ -11,6 +11,7 @@ Letters: T tokens, K experts a token, R rows, H features, E experts.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backstash.errors import DtypeError, ShapeError
@@ -18,7 +19,11 @@ from backstash.kernels.reference.routing import Tally
 
 
 def sort_by_expert(
-    expert_TK: Tensor, num_experts: int, first: int = 0, tally: Tally | None = None
+    expert_TK: Tensor,
+    num_experts: int,
+    first: int = 0,
+    tally: Tally | None = None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one.
 
@@ -30,6 +35,8 @@ def sort_by_expert(
             grouped matmul turns into zeros.
         tally: What ``count_experts`` gave of all experts, these and others; one of other choices
             is of no use here, and not looked at.
+        rows: How many rows ``source_R`` has; None for one a copy.  Copies past them are cut off,
+            and rows that are no copy's name token 0.
 
     Returns:
         ``source_R`` int64, ``slots_TK`` int64 and ``counts_E`` int32.
@@ -58,7 +65,8 @@ def sort_by_expert(
     # The rows are sorted, so an expert's end is found by bisection: no atomics, no host read.
     ends_E = torch.searchsorted(sorted_R, expert_E, right=True, out_int32=True)
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    return source_R, slots_R.view(expert_TK.shape), counts_E
+    missing = 0 if rows is None else rows - source_R.shape[0]
+    return F.pad(source_R, (0, missing)), slots_R.view(expert_TK.shape), counts_E
 
 
 def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
