@@ -97,6 +97,24 @@ def test_two_captured_steps_take_turns_and_know_nothing_of_one_another() -> None
         assert_nothing_is_held(one.stash)
 
 
+def test_any_step_may_skip_layers_and_freeze_others() -> None:
+    experts, kept = Experts(4), stash(300, 100)
+    parameters = list(experts.parameters())
+    for turn in range(16):
+        run, frozen = 5 * turn % 16, 7 * turn % 16
+        for i, layer in enumerate(experts.layers):
+            layer.requires_grad_(not frozen >> i & 1)
+
+        def some(x: Tensor, counts: Any, run: int = run) -> Tensor:
+            for i, layer in enumerate(experts.layers):
+                x = x + layer(x, torch.tensor(counts)).tanh() if run >> i & 1 else x
+            return x
+
+        step(some, parameters, BALANCED, kept).assert_equal(step(some, parameters, BALANCED))
+        assert kept.stats().device_used == kept.stats().host_used == 0
+    assert_nothing_is_held(kept)
+
+
 class Failure(Exception):
     pass
 
