@@ -37,6 +37,12 @@ class InPlace(Keeper):
         return paged
 
 
+def _value_of(value: Any) -> Tensor:
+    """What came back, wherever it is."""
+    found: Any = value.holder if isinstance(value, PagedRows) else value
+    return found.data if isinstance(found, bs.GroupedTensor) else found
+
+
 FITS: dict[int, Callable[[PagedRows], bool]] = {}
 
 
@@ -54,9 +60,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (plain, rows, x, nothing), _ = taken_values(ctx, FITS)
         assert nothing is None
-        if isinstance(plain, PagedRows):
-            plain = plain.holder
-        rows = rows.holder if isinstance(rows, PagedRows) else rows.data
+        plain, rows = (_value_of(value) for value in (plain, rows))
         return dy * plain * rows[:5].sum() * x
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import backstash as bs
+from backstash import kernels
 from backstash.errors import ModifiedError
 from backstash.kernels import PagedRows
 from backstash.stash import Policy, Stash
@@ -80,7 +81,7 @@ def test_pages_are_held_as_long_as_somebody_may_read_them() -> None:
     assert isinstance(paged, PagedRows)
     del handle
     assert kept.stats().device_used > 0
-    assert torch.equal(bs.kernels.page_values(paged)[:20], x[:20])
+    assert torch.equal(kernels.page_values(paged)[:20], x[:20])
     del paged
     assert_nothing_is_held(kept)
 
@@ -131,7 +132,7 @@ def test_an_overflow_reads_as_zeros() -> None:
         _, handle = saved(kept)
     paged = kept.read(handle, fits)
     assert isinstance(paged, PagedRows)
-    assert not bs.kernels.page_values(paged).any()
+    assert not kernels.page_values(paged).any()
 
 
 def test_compressed_values_and_parts_of_a_larger_buffer_are_copied_back() -> None:

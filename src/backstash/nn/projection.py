@@ -179,7 +179,11 @@ class Projection:
             dy = dy.matrix() if isinstance(dy, Gathered) else dy
             x = x.matrix() if isinstance(x, Gathered) else x
             return product.weight_gradient(
-                dy, x, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+                dy,
+                x,  # pyright: ignore[reportArgumentType]  # never pages beside what is quantized
+                self.dtype,
+                ends_G,
+                decode_in_matmul=self._decode_in_matmul,
             )
 
         return self.weight_gradient.give(weight, weight_gradient)

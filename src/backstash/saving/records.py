@@ -313,8 +313,11 @@ def taken_values(
         NothingSavedError, ModifiedError: as :func:`saved_values` does.
     """
     records = _records_of(ctx)
-    places = {records.place_of(position): fits for position, fits in in_place.items()}
-    places.pop(None, None)
+    places = {
+        place: fits
+        for position, fits in in_place.items()
+        if (place := records.place_of(position)) is not None
+    }
     tensors = saved_in_place(ctx, places) if places else ctx.saved_tensors
     values = restore_from_saved(records, tensors)
     ctx.maybe_clear_saved_tensors()
