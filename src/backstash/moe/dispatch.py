@@ -154,7 +154,7 @@ class Local:
         num_experts = routing.counts_E.shape[0]
         expert_TK, tally = routing.expert_TK, routing.tally
         source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts, tally=tally)
-        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, None, source_R.shape[0])
+        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK)
         return Dispatched(x_TH, counts_E, prob_R, RowMap(source_R, slots_TK))
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
@@ -172,8 +172,7 @@ class Local:
         source_R, slots_TK, counts_G = _sort(routing, keep, capacity)
         fitted = kernels.fit_groups(counts_G, capacity)
         buffer = Buffer(RowMap(source_R, slots_TK), fitted.ends_G[-1:], fitted.overflow)
-        x_RH = _Gather.apply(x_TH, source_R, slots_TK, buffer.valid)
-        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK, buffer.valid, capacity)
+        x_RH, prob_R = _Fill.apply(x_TH, routing.prob_TK, buffer)
         for value in (x_RH, prob_R):
             mark_grouped_tensor(value, buffer.valid)
         added_up = AddedUp(fitted.ends_G, capacity)
@@ -235,43 +234,45 @@ def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:
     return number_TK
 
 
-class _Gather(torch.autograd.Function):
-    """Rows from tokens; back, each token gets the sum over its rows that are there."""
+class _Fill(torch.autograd.Function):
+    """A buffer of rows, and of their weights, from tokens and from those of their copies.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x_TH: Tensor, source_R: Tensor, slots_TK: Tensor, valid: Tensor
-    ) -> Tensor:
-        save_for_backward(ctx, slots_TK, valid)
-        return kernels.permute(x_TH, source_R)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (dx_RH,) = grads
-        slots_TK, valid = saved_values(ctx)
-        return kernels.unpermute(dx_RH, slots_TK, valid), None, None, None
-
-
-class _GatherWeights(torch.autograd.Function):
-    """The weight of each row; back, that of a copy without a row gets zero.
-
-    Without ``valid`` there is a row for each copy.
+    Back, each token gets the sum over its rows that are there, and each copy its row's weight's
+    gradient: zero for one without a row.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, prob_TK: Tensor, slots_TK: Tensor, valid: Tensor | None, capacity: int
-    ) -> Tensor:
-        save_for_backward(ctx, slots_TK, valid)
-        return kernels.weights_to_rows(prob_TK, slots_TK, capacity)
+    def forward(ctx: Any, x_TH: Tensor, prob_TK: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
+        source_R, slots_TK = buffer.rows.source_R, buffer.rows.slots_TK
+        save_for_backward(ctx, slots_TK, buffer.valid)
+        prob_R = kernels.weights_to_rows(prob_TK, slots_TK, source_R.shape[0])
+        return kernels.permute(x_TH, source_R), prob_R
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (dprob_R,) = grads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        dx_RH, dprob_R = grads
         slots_TK, valid = saved_values(ctx)
-        return kernels.weights_to_copies(dprob_R, slots_TK, valid), None, None, None
+        needs_x, needs_prob, _ = ctx.needs_input_grad
+        dx_TH = kernels.unpermute(dx_RH, slots_TK, valid) if needs_x else None
+        dprob_TK = kernels.weights_to_copies(dprob_R, slots_TK, valid) if needs_prob else None
+        return dx_TH, dprob_TK, None
+
+
+class _GatherWeights(torch.autograd.Function):
+    """The weight of each row, of which there is one for each copy; and back."""
+
+    @staticmethod
+    def forward(ctx: Any, prob_TK: Tensor, slots_TK: Tensor) -> Tensor:
+        save_for_backward(ctx, slots_TK)
+        return kernels.weights_to_rows(prob_TK, slots_TK, slots_TK.numel())
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dprob_R,) = grads
+        (slots_TK,) = saved_values(ctx)
+        return kernels.weights_to_copies(dprob_R, slots_TK), None
 
 
 class _Combine(torch.autograd.Function):
