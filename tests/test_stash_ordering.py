@@ -72,9 +72,9 @@ class Lanes(OneLane):
     def event(self, stream: str | None = None) -> Clock:
         return dict(self.clocks[stream or self.here()])
 
-    def wait(self, event: Clock, stream: str) -> None:
+    def wait(self, event: Clock | str, stream: str) -> None:
         clock = self.clocks[stream]
-        for lane, count in event.items():
+        for lane, count in (self.clocks[event] if isinstance(event, str) else event).items():
             clock[lane] = max(clock.get(lane, 0), count)
 
     def join(self) -> None:
@@ -265,7 +265,7 @@ def test_the_simulation_notices_a_wait_that_is_left_out(
     monkeypatch.setattr(traced.stash, "unpack", traced.read)
     plain_wait = traced.lanes.wait
 
-    def wait(event: Clock, stream: str) -> None:
+    def wait(event: Clock | str, stream: str) -> None:
         if stream != "compute":
             plain_wait(event, stream)
 

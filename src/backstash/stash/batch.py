@@ -173,11 +173,12 @@ class Batch:
         """Move what is left: the originals are in pages then, and what was copied back is there."""
         launch, restored = self.launch, self.restored
         if launch is not None and launch.moves is not None:
-            launch.done = self.pool.finish(launch, launch.moves, self.stream, after=launch.done)
+            after = None if self._written is launch.done else launch.done
+            launch.done = self.pool.finish(launch, launch.moves, self.stream, after=after)
             launch.moves = None
         if launch is not None and restored is not None and restored.moves is not None:
-            moves, written = restored.moves, restored.event
-            restored.event = self.pool.finish(launch, moves, restored.stream, after=written)
+            after = None if self._written is restored.event else restored.event
+            restored.event = self.pool.finish(launch, restored.moves, restored.stream, after=after)
             restored.moves = None
 
     def land(self) -> None:
@@ -267,7 +268,7 @@ class Batch:
                 streams.wait(self.launch.done, self.stream)
             if self.restored is not None and self.restored.by_slot:
                 streams.wait(self.restored.event, self.restored.stream)
-            self.launch.reads += [streams.event(stream) for stream in self._readers]
+        self.launch.reads += self._readers
         self.pool.drop(self.launch)
 
 

@@ -31,7 +31,7 @@ class Launch:
         account: What the ledger counts for them; None where nobody watches.
         done: Behind the copy, or behind its list of moves until that is finished.
         captured: Was it recorded into a CUDA graph?
-        reads: Behind each copy back; pages are given back behind all of them.
+        reads: Behind each reading of its pages; they are given back behind all of them.
         memory: The pool's memory that it lies in.
         moves: What has been left to matmuls, until it is finished.
         is_on_device: Has it no page in host memory?  So it is where it was admitted with room on

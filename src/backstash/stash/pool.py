@@ -175,7 +175,7 @@ class PagePool:
         self.is_fixed |= captured
         slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
         moves = self._new_moves(slots) if leaving else None
-        behind = self.streams.event() if after is None else after
+        behind = self.streams.here() if after is None else after
         with self.streams.outward([behind]):
             length = kernels.table_length(len(buffers), slots)
             table = torch.empty(length, dtype=torch.int64, device=self.device)
@@ -225,7 +225,7 @@ class PagePool:
             slots = self.pages_of([(d.nbytes, d.dtype) for d in destinations])
             moves = self._new_moves(slots)
         # The destinations may be memory that what computes has let go, and is still using.
-        with self.streams.inward([launch.done, self.streams.event()]):
+        with self.streams.inward([launch.done, self.streams.here()]):
             kernels.restore_pages(
                 destinations,
                 places,
@@ -242,13 +242,13 @@ class PagePool:
         return done, moves
 
     def finish(self, launch: Launch, moves: Moves, stream: Stream, *, after: Event) -> Event:
-        """Make what is left of a launch's moves, on the stream where matmuls made the others."""
-        self.streams.wait(after, stream)
+        """Make what is left of a launch's moves, where matmuls made the others, behind ``after``."""
+        if after is not None:
+            self.streams.wait(after, stream)
         with self.streams.on(stream):
             kernels.finish_moves(moves)
-            done = self.streams.event()
-        launch.reads.append(done)
-        return done
+        launch.reads.append(stream)
+        return stream
 
     def _new_moves(self, slots: int) -> Moves:
         return kernels.new_moves(slots, self.memory.device_pages, self.page_bytes)
@@ -348,8 +348,11 @@ class PagePool:
                 self._release(memory, those[i : i + kernels.MOST_RELEASED])
 
     def _release(self, memory: Memory, launches: Sequence[Launch]) -> None:
-        reads = [event for launch in launches for event in launch.reads]
-        with self.streams.outward([self.streams.event(), *reads]):
+        behind = [self.streams.here()]
+        for event in itertools.chain(*[launch.reads for launch in launches]):
+            if event not in behind:
+                behind.append(event)
+        with self.streams.outward(behind):
             kernels.release_pages(
                 [launch.table for launch in launches],
                 memory.free_N,

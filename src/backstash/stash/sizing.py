@@ -79,7 +79,7 @@ class Need:
     def after_round(self, sizing: Sizing, state: Tensor, streams: Streams) -> float | None:
         """The need by now; None while the answer about the last round is under way."""
         if self._asked is None:
-            with streams.outward([streams.event()]):
+            with streams.outward([streams.here()]):
                 self._answer.copy_(state, non_blocking=True)
                 state[PoolState.DEMAND].zero_()
                 self._asked = streams.event()

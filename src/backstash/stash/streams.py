@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Event = Any  # torch.cuda.Event; None on a CPU
 Stream = Any  # torch.cuda.Stream; None on a CPU
+#: ``torch.cuda.Event``; or a stream, for all that will have been launched there when somebody
+#: waits, which costs nothing until then, and nothing in that stream; None on a CPU.
+Event = Any
 
 
 class Streams(abc.ABC):
@@ -156,7 +158,7 @@ class SideLanes(Streams):
         self, after: Sequence[Event], lane: torch.cuda.Stream
     ) -> contextlib.AbstractContextManager[None]:
         for event in after:
-            lane.wait_event(event)
+            self.wait(event, lane)
         return self.on(lane)
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
@@ -171,7 +173,10 @@ class SideLanes(Streams):
         return event
 
     def wait(self, event: Event, stream: Stream) -> None:
-        stream.wait_event(event)
+        if not isinstance(event, torch.cuda.Stream):
+            stream.wait_event(event)
+        elif event != stream:
+            stream.wait_stream(event)
 
     def lend(self, tensor: Tensor, owner: Stream) -> None:
         if (here := self.here()) != owner:
