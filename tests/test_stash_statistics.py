@@ -22,7 +22,8 @@ def test_each_number_is_what_a_reader_would_count() -> None:
     pages = [-(-rows * ROW // PAGE) for rows in (40, 11, 24)]
     during = kept.stats()
     assert (during.device_used, during.host_used) == (38, 0)
-    assert during.batches == 3
+    # Each function saves its rows and their number.
+    assert (during.batches, during.offered) == (3, 6)
     assert during.bytes_stashed == (40 + 11 + 24) * ROW
     assert sum(pages) == 38
     y.sum().backward()
@@ -52,3 +53,14 @@ def test_the_line_has_fill_most_and_spill() -> None:
     assert str(statistics) == (
         "stash 25% of 2 MiB full, most 1 MiB, spilled 1 MiB, kept 0 MiB, overflows 0"
     )
+
+
+def test_the_line_says_where_nothing_was_marked() -> None:
+    kept, x = stash(), torch.randn(CAPACITY, WIDTH, requires_grad=True)
+    assert "took none" not in str(kept.stats())
+    with bs.saving(kept):
+        y = (x * x).exp()
+    assert str(kept.stats()).endswith("took none of 3 tensors: mark their rows")
+    with bs.saving(kept):
+        y = scale(y, 3)
+    assert "took none" not in str(kept.stats())

@@ -340,6 +340,7 @@ class Stash:
             overflows=counters[PoolState.OVERFLOWS],
             shortage=counters[PoolState.SHORTAGE],
             growths=pool.growths,
+            offered=self._departures.offers,
             batches=self._departures.sent,
             **self._counts,
             **self._returns.counts,

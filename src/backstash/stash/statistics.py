@@ -15,6 +15,7 @@ class Statistics:
         device_used, host_used: Pages in use now.
         device_high, host_high: Most pages ever in use at once.
         demand_high: Most pages that would have been in use had there been room for all.
+        offered: Tensors that were saved while the stash was listening.
         batches: Launches that stashed.
         bytes_stashed, bytes_restored: Copied into pages, and back.
         in_place: Buffers that backward read in their pages, without a copy back.
@@ -38,6 +39,7 @@ class Statistics:
     device_high: int
     host_high: int
     demand_high: int
+    offered: int
     batches: int
     bytes_stashed: int
     bytes_restored: int
@@ -64,9 +66,11 @@ class Statistics:
         return self.device_pages * self.page_bytes
 
     def __str__(self) -> str:
+        took_none = self.offered and not self.batches and not self.kept
         return (
             f"stash {self.fill:.0%} of {self.device_bytes / 2**20:.0f} MiB full, "
             f"most {self.device_high * self.page_bytes / 2**20:.0f} MiB, "
             f"spilled {self.pages_spilled * self.page_bytes / 2**20:.0f} MiB, "
             f"kept {self.bytes_kept / 2**20:.0f} MiB, overflows {self.overflows}"
+            + (f", took none of {self.offered} tensors: mark their rows" if took_none else "")
         )
