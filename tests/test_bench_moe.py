@@ -87,8 +87,8 @@ def test_the_bytes_that_plain_pytorch_saves_grow_with_every_row_and_ours_with_th
         for forward in (contest.forward_ours, contest.forward_plain)
     )
     tokens, rows, hidden, ffn, item = 32, 64, 32, 16, 4
-    # Choice and weight, the weight again in its row's place, source and slot; ends and a flag.
-    routing = rows * (8 + 4 + 4 + 8 + 8) + 4 * 4 + 1
+    # Choice and weight, the weight again in its row's place, source and slot; ends.
+    routing = rows * (8 + 4 + 4 + 8 + 8) + 4 * 4
     assert ours == (tokens * hidden + rows * 2 * ffn) * item + routing
     # The rows, both halves of the pre-activation and what is made of them, the outputs.
     assert plain > (rows * hidden + rows * 4 * ffn + rows * hidden) * item

@@ -231,8 +231,8 @@ def test_what_is_saved_is_as_large_as_the_buffers_and_not_as_what_came(dtype, fa
         bytes_of.append(meter.bytes)
     rows = capacity * ((H + 2 * I) * dtype.itemsize + 4 + 8)  # x, h, weight, source
     router = 63 * (H * dtype.itemsize + K * 8 + K * 4)
-    # Slots; ends; a flag for each grouped tensor.
-    small = 63 * K * 8 + 2 * 4 + 2
+    # Slots; ends.
+    small = 63 * K * 8 + 2 * 4
     assert bytes_of == [rows + router + small] * 2
 
 

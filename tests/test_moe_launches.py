@@ -47,12 +47,10 @@ OURS = {
 OF_ROUTER, OF_ROUTER_BACKWARD = Counter(mm=1, _softmax=1, add_=1), Counter(mm=2, add=1)
 # The ends of groups, which are fit_groups on a GPU.
 ENDS = Counter(_to_copy=2, cumsum=1, clamp=1)
-# A flag for each tensor that is kept with its groups.
-KEPT = Counter(gt=1)
 #: Of torch, forward and backward.
 TORCHS = {
-    "all-experts": (OF_ROUTER + ENDS + KEPT, OF_ROUTER_BACKWARD),
-    "one-rank": (OF_ROUTER + KEPT + KEPT, OF_ROUTER_BACKWARD),
+    "all-experts": (OF_ROUTER + ENDS, OF_ROUTER_BACKWARD),
+    "one-rank": (OF_ROUTER, OF_ROUTER_BACKWARD),
 }
 DISPATCHERS = {
     "all-experts": None,

@@ -1,6 +1,7 @@
 """Rows of many groups in one buffer: how the groups are given, and what is refused."""
 
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -96,6 +97,18 @@ def test_fields_can_be_put_together_unchecked():
     again = GroupedTensor.from_parts(grouped.data, grouped.ends_G, grouped.overflow)
     assert again.ends_G is grouped.ends_G
     assert again.overflow is grouped.overflow
+
+
+def test_ends_say_themselves_that_nothing_was_cut_off():
+    again = GroupedTensor.from_parts(torch.ones(7, 3), torch.tensor([3, 7], dtype=torch.int32))
+    assert again.noted_overflow is None
+    assert again.overflow.tolist() == [False]
+    assert again.overflow.dtype is torch.bool
+    copied = pickle.loads(pickle.dumps(again))
+    assert copied.overflow.tolist() == [False]
+    assert "overflow=tensor([False])" in repr(copied)
+    with pytest.raises(AttributeError, match="no attribute 'overflown'"):
+        again.overflown  # noqa: B018
 
 
 def test_groups_can_be_described_on_meta():

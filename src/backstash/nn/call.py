@@ -198,4 +198,4 @@ def _grouped(x: Tensor, ends_G: Tensor | None) -> Kept:
     """With its groups, so that whoever keeps the buffer knows how much of it is real."""
     if ends_G is None:
         return x
-    return GroupedTensor.from_parts(x, ends_G, ends_G[-1:] > len(x))
+    return GroupedTensor.from_parts(x, ends_G)

@@ -57,8 +57,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_rows, kept = projection.call.input_pair(x_TK, ends_G, keep=keeps_columns)
         y_TN = projection.forward(x_rows, weight, bias, ends_G)
         if needs.weight and plan.keep is Keep.ORIGINAL:
-            overflow = ends_G[-1:] > len(x_TK)
-            kept = GroupedTensor.from_parts(x, ends_G, overflow) if x_TK is x else x
+            kept = GroupedTensor.from_parts(x, ends_G) if x_TK is x else x
         if plan.keep is not Keep.NOTHING:
             save_for_backward(ctx, kept, weight if needs.matmul else None, ends_G)
         ctx.plan = plan

@@ -111,8 +111,9 @@ class _Packer:
         if type(value) is GroupedTensor:
             if is_saving():
                 mark_once(value)
-            data = self.slot(value.data)
-            return Grouped(data, self._append(value.ends_G), self._append(value.overflow))
+            data, noted = self.slot(value.data), value.noted_overflow
+            overflow = None if noted is None else self._append(noted)
+            return Grouped(data, self._append(value.ends_G), overflow)
         if not isinstance(value, Tensor):
             raise DtypeError(
                 f"only tensors, GroupedTensors and None can be saved for backward, got "

@@ -245,11 +245,10 @@ class Grouped:
         data = _restore(self.data, tensors, values)
         if type(data) is PagedRows:
             return data
-        return GroupedTensor.from_parts(
-            data,
-            _restore(self.ends, tensors, values),
-            _restore(self.overflow, tensors, values),
-        )
+        ends_G = _restore(self.ends, tensors, values)
+        if self.overflow is None:
+            return GroupedTensor.from_parts(data, ends_G)
+        return GroupedTensor.from_parts(data, ends_G, _restore(self.overflow, tensors, values))
 
 
 def _restore(slot: Any, tensors: Sequence[Tensor | None], values: list[Any]) -> Any:

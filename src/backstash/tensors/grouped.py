@@ -79,12 +79,29 @@ class GroupedTensor:
         return cls(data, counts_to_ends(counts, data.device))
 
     @classmethod
-    def from_parts(cls, data: Tensor, ends_G: Tensor, overflow: Tensor) -> GroupedTensor:
-        """The same value from its fields, unchecked: they were checked when it was made."""
+    def from_parts(
+        cls, data: Tensor, ends_G: Tensor, overflow: Tensor | None = None
+    ) -> GroupedTensor:
+        """The same value from its fields, unchecked: they were checked when it was made.
+
+        Without ``overflow`` the ends say it: whoever cut them off at the capacity did so before.
+        """
         self = object.__new__(cls)
-        for name, part in (("data", data), ("ends_G", ends_G), ("overflow", overflow)):
-            object.__setattr__(self, name, part)
+        self.__dict__.update(data=data, ends_G=ends_G)
+        if overflow is not None:
+            self.__dict__["overflow"] = overflow
         return self
+
+    def __getattr__(self, name: str) -> Tensor:
+        # Called for what is not there: layers keep many of these, and nobody asks the flag of one.
+        if name != "overflow":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.ends_G[-1:] > self.data.shape[0]
+
+    @property
+    def noted_overflow(self) -> Tensor | None:
+        """``overflow`` where it was noted when the groups were made; None where ends tell it."""
+        return self.__dict__.get("overflow")
 
     @property
     def capacity(self) -> int:

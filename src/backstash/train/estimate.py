@@ -25,7 +25,7 @@ from .attention import repeats_heads
 from .config import ModelConfig, TrainConfig
 from .names import layer_name
 
-_INT64, _INT32, _FLOAT32, _FLAG = 8, 4, 4, 1
+_INT64, _INT32, _FLOAT32 = 8, 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,8 @@ def _mixture_bytes(config: TrainConfig, layer: int) -> int:
     # The shares of the balance loss, and the number of tokens they are divided by.
     routing += (model.experts + 1) * _FLOAT32 if model.balance_loss else 0
     # Whether they fitted; how many are valid is the last of the ends of the groups.
-    fitted = _FLAG if model.capacity_factor is not None else 0
-    kept = sum(expert_buffers(config, layer, places)) + fitted
-    return stream + normalized + scores + routing + kept + _marks(model.experts)
+    kept = sum(expert_buffers(config, layer, places))
+    return stream + normalized + scores + routing + kept + _ends(model.experts)
 
 
 def expert_buffers(config: TrainConfig, layer: int, rows: int) -> list[int]:
@@ -192,7 +191,7 @@ def buffer_rows(config: TrainConfig) -> int:
 def _shared_bytes(config: TrainConfig, layer: int) -> int:
     if not config.model.shared_width:
         return 0
-    return sum(shared_buffers(config, layer)) + _marks(1) + _FLAG
+    return sum(shared_buffers(config, layer)) + _ends(1)
 
 
 def shared_buffers(config: TrainConfig, layer: int) -> list[int]:
@@ -239,9 +238,9 @@ def kept_format(config: TrainConfig, operand: Operand, name: str) -> Format:
     return config.formats.format(Role(operand, Phase.BACKWARD, "", name))
 
 
-def _marks(groups: int) -> int:
-    """Ends of the groups, and a flag that says whether their rows fitted."""
-    return groups * _INT32 + _FLAG
+def _ends(groups: int) -> int:
+    """Bytes of the ends of the groups."""
+    return groups * _INT32
 
 
 def forward_tokens(config: TrainConfig) -> int:
