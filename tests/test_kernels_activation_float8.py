@@ -38,18 +38,22 @@ def test_the_gradients_codes_are_its_values_quantized(activation: str, weighted:
     into = ActivationGradients(
         torch.empty_like(h), torch.empty(40) if weighted else None, torch.empty_like(da)
     )
-    kernels.activate_backward(da, h, prob, activation, into)
+    kernels.activate_backward(da, h, prob, activation, into, ends_G)
     rows, turned = kernels.quantize_float8_rows_and_turned(
         into.dh_TF, E5M2, ends_G, power_of_two=True
     )
     assert into.a_TI is not None
     a_turned = kernels.quantize_float8_turned(into.a_TI, E4M3, ends_G, epsilon=1.0)
     pairs = zip(
-        (*found.dh_rows, *found.dh_turned, *found.a_turned),
-        (*rows, *turned, *a_turned),
+        (*valid(found.dh_rows), *found.dh_turned, *found.a_turned),
+        (*valid(rows), *turned, *a_turned),
         strict=True,
     )
     assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
     assert (found.dprob_T is None) == (not weighted)
     if found.dprob_T is not None and into.dprob_T is not None:
         assert torch.equal(found.dprob_T, into.dprob_T)
+
+
+def valid(rows: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    return [part[:36] for part in rows]

@@ -35,6 +35,7 @@ from backstash.kernels.float8_turned import (
     quantize_float8_rows_and_turned,
     quantize_float8_turned,
 )
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.activation import (
     ActivationGradients,
     check_activation,
@@ -147,6 +148,9 @@ def _codes_kernel(
             zero_empty_group(p_dup, p_ends, p_padded, group, rows, i_far, m_column, ld, UNIT)
 
 
+_write_codes = Launcher(_codes_kernel)
+
+
 def activate_backward_float8(
     da_TI: Tensor,
     h_TF: Tensor,
@@ -186,13 +190,16 @@ def _in_registers(
         da_TI, h_TF, (prob_T, dprob_T), activation, (ends_G, prepared), scalings
     )
     of_dh, of_a = (one.code_dtype for one in scalings)
+    gate_TI, up_TI = halves(h_TF, activation)
     codes_TF = new_bytes(rows, dh_columns, like=h_TF)
     padded = padded_columns(rows, groups)
     dh_FP = new_bytes(dh_columns, padded, like=h_TF).view(of_dh)
     a_IP = new_bytes(columns, padded, like=h_TF).view(of_a)
-    _codes_kernel[((blocks + groups) * ceil_div(columns, _TILE["BI"]),)](
+    _write_codes(
+        (blocks + groups) * ceil_div(columns, _TILE["BI"]),
         da_TI,
-        *halves(h_TF, activation),
+        gate_TI,
+        up_TI,
         prob_T,
         scales.rows,
         scales.dh,
@@ -230,7 +237,7 @@ def _by_values(
     da_TI, h_TF, prob_T, dprob_T = given
     a_TI = da_TI.new_empty(da_TI.shape)
     into = ActivationGradients(h_TF.new_empty(h_TF.shape), dprob_T, a_TI)
-    activate_backward(da_TI, h_TF, prob_T, activation, into)
+    activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
     of_dh, of_a = scalings
     dh_rows, dh_turned = quantize_float8_rows_and_turned(
         into.dh_TF, of_dh.code_dtype, ends_G, **of_dh.options

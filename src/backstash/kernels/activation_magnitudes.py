@@ -30,6 +30,7 @@ from backstash.kernels.blocks import locate_block
 from backstash.kernels.cast.pairs import larger_pair, magnitudes
 from backstash.kernels.cast.scales import scale_of, scaling_of
 from backstash.kernels.float8_turned import Prepared
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.activation import curve_name
 from backstash.kernels.reference.activation_float8 import Scaling
 from backstash.kernels.sizes import ceil_div, next_power_of_2
@@ -146,7 +147,13 @@ def _amax_kernel(
     first, end, group = locate_block(p_table, rows, tl.program_id(0) // PARTS, B)
     first += tl.program_id(0) % PARTS * R
     end = tl.minimum(end, first + R)
-    if group < groups and first < end:
+    if group >= groups:
+        # The tail has no gradients; those of its routing weights are zeros, as many read them.
+        if p_dprob is not None:
+            i_row = first + tl.arange(0, R)
+            zeros = tl.zeros([R], p_dprob.dtype.element_ty)
+            tl.store(p_dprob + i_row, zeros, mask=i_row < end)
+    elif first < end:
         zeros = tl.zeros([1, BI // 2], tl.int32)
         of_a = (zeros,) * CHUNKS
         of_gate = (zeros,) * CHUNKS
@@ -297,6 +304,10 @@ def _scale_kernel(
         tl.store(p_row_inverse + i_row, inverse, mask=i_row < rows)
 
 
+_find_magnitudes = Launcher(_amax_kernel)
+_make_scales = Launcher(_scale_kernel)
+
+
 class Scales(NamedTuple):
     """Scales and their inverses, float32, one below the other: ``(2, T)`` and ``(2, G, ...)``."""
 
@@ -330,7 +341,8 @@ def gradient_scales(
     amax_T = torch.empty(rows, **new)
     parts, words = blocks * _TILE["PARTS"], (columns + dh_columns) // 2
     words_SW = torch.empty(parts, words, dtype=torch.int32, device=da_TI.device)
-    _amax_kernel[(parts,)](
+    _find_magnitudes(
+        parts,
         da_TI,
         gate_TI,
         up_TI,
@@ -358,7 +370,8 @@ def gradient_scales(
         scaling_of(one.code_dtype, one.epsilon, power_of_two=one.power_of_two) for one in scalings
     )
     programs = G * ceil_div(columns // 2, _SCALE_TILE["BW"]) + ceil_div(rows, _SCALE_TILE["BR"])
-    _scale_kernel[(programs,)](
+    _make_scales(
+        programs,
         words_SW,
         amax_T,
         ends_G,

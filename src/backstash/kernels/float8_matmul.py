@@ -22,6 +22,7 @@ from torch.nn.functional import ScalingType, scaled_mm  # pyright: ignore
 from backstash.device import capability
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
 from backstash.kernels.float8_groups import mm_columns, mm_rows
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
@@ -138,6 +139,9 @@ def _transpose_groups_kernel(
         )
 
 
+_pad_ends, _transpose = Launcher(_padded_ends_kernel), Launcher(_transpose_groups_kernel)
+
+
 def float8_mm(
     a: Scaled,
     b: Scaled,
@@ -203,7 +207,8 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     programs = (blocks + groups) * ceil_div(columns, _TILE)
     tile: dict[str, Any] = {"B": _TILE, "UNIT": FLOAT8_UNIT, "num_warps": _WARPS}
     if programs:
-        _transpose_groups_kernel[(programs,)](
+        _transpose(
+            programs,
             codes_TK.view(torch.uint8),
             turned_KP,
             ends_G,
@@ -225,7 +230,7 @@ def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:
     groups = len(ends_G)
     padded_G = torch.empty(groups, dtype=torch.int32, device=ends_G.device)
     tile: dict[str, Any] = {"UNIT": FLOAT8_UNIT, "BG": next_power_of_2(groups)}
-    _padded_ends_kernel[(1,)](ends_G, padded_G, groups, rows, **tile)
+    _pad_ends(1, ends_G, padded_G, groups, rows, **tile)
     return padded_G
 
 

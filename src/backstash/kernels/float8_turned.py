@@ -30,6 +30,7 @@ from backstash.kernels.blocks import (
 from backstash.kernels.cast.scaled import fill_scales
 from backstash.kernels.cast.scales import Scaling, scaling_of
 from backstash.kernels.float8_matmul import pad_ends, turned_places, zero_empty_group
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 from backstash.kernels.sizes import ceil_div, next_power_of_2
@@ -188,6 +189,11 @@ def _quantize_kernel(
         )
 
 
+_prepare = Launcher(_prepare_kernel)
+_find_amax = Launcher(_amax_kernel)
+_write_codes = Launcher(_quantize_kernel)
+
+
 class Prepared(NamedTuple):
     """What the launches over groups of rows share.
 
@@ -213,8 +219,17 @@ def prepare(ends_G: Tensor, rows: int, zeros: int) -> Prepared:
         "CHUNK": 256,
         "ZEROS": _ZEROS,
     }
-    _prepare_kernel[(groups + 1 + ceil_div(zeros, _ZEROS),)](
-        ends_G, table_S4, padded_G, zeros_N, groups, rows, blocks, zeros, **tile
+    _prepare(
+        groups + 1 + ceil_div(zeros, _ZEROS),
+        ends_G,
+        table_S4,
+        padded_G,
+        zeros_N,
+        groups,
+        rows,
+        blocks,
+        zeros,
+        **tile,
     )
     return Prepared(table_S4, blocks, padded_G, zeros_N)
 
@@ -273,7 +288,7 @@ def _quantize(
     programs = blocks * ceil_div(columns, _AMAX_TILE["BK"])
     if programs:
         amax_T = amax if scaled_rows else None
-        _amax_kernel[(programs,)](x_TK, source_T, amax[start:], amax_T, table, *sizes, **_AMAX_TILE)
+        _find_amax(programs, x_TK, source_T, amax[start:], amax_T, table, *sizes, **_AMAX_TILE)
     amax = amax.view(torch.float32)
     scale_inv = torch.empty_like(amax)
     scale = fill_scales(amax, scaling, scale_inv)
@@ -281,7 +296,8 @@ def _quantize(
     tile = _TILE if source_T is None else _GATHERED_TILE
     programs = (blocks + groups) * ceil_div(columns, tile["BK"])
     if programs:
-        _quantize_kernel[(programs,)](
+        _write_codes(
+            programs,
             x_TK,
             source_T,
             scale[start:],

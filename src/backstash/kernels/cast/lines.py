@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
 from backstash.kernels.cast.scales import Scaling, scale_of
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
@@ -68,6 +69,9 @@ def _quantize_lines_kernel(
         tl.store(p_line, inverse, mask=m_line)
 
 
+_quantize = Launcher(_quantize_lines_kernel)
+
+
 def quantize_lines(
     x_MK: Tensor,
     length: int,
@@ -106,7 +110,8 @@ def _over_lines(
     tile: dict[str, Any] = {"B": B, "BC": BC, "L": L, "num_warps": warps}
     programs = ceil_div(rows, B) * ceil_div(lines, BC)
     if programs:
-        _quantize_lines_kernel[(programs,)](
+        _quantize(
+            programs,
             x_MK,
             codes_MK,
             result_MC,

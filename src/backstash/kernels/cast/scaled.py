@@ -27,6 +27,7 @@ from backstash.kernels.blocks import (
 )
 from backstash.kernels.cast.pairs import are_words, larger_pair, magnitudes
 from backstash.kernels.cast.scales import Scaling, scale_of
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.sizes import ceil_div, next_power_of_2
@@ -261,9 +262,7 @@ def fill_scales(
     scale, count = torch.empty_like(amax), amax.numel()
     if count:
         tile: dict[str, Any] = {"BLOCK": 256}
-        _scale_kernel[(ceil_div(count, 256),)](
-            amax, scale, scale_inv, noop, count, *scaling, **tile
-        )
+        _make_scales(ceil_div(count, 256), amax, scale, scale_inv, noop, count, *scaling, **tile)
     return scale
 
 
@@ -331,6 +330,9 @@ def _multiply_kernel(
     tl.store(p_tile, value.to(p_to.dtype.element_ty), mask=m_write & m_column)
 
 
+_make_scales, _multiply_all = Launcher(_scale_kernel), Launcher(_multiply_kernel)
+
+
 def quantize_scaled(
     x_MK: Tensor,
     scale: Tensor,
@@ -377,7 +379,8 @@ def _multiply(
     per_column = scale.ndim == 2 and scale.shape[1] > 1
     per_row = ends_G is None and scale.ndim == 2 and scale.shape[0] > 1
     if programs:
-        _multiply_kernel[(programs,)](
+        _multiply_all(
+            programs,
             from_MK,
             scale,
             to_MK,

@@ -84,14 +84,14 @@ def activate_backward_float8(
     """The gradient of :func:`~backstash.kernels.activate` both ways, and the columns of it again.
 
     ``scalings`` are those of the gradient and of the activation.  Codes and scales of rows in
-    the tail are unspecified, and so is their share of ``dprob_T``.
+    the tail may be anything; their routing weights' gradients are zeros.
     """
     of_dh, of_a = scalings
     a_TI = torch.empty_like(da_TI)
     into = ActivationGradients(
         torch.empty_like(h_TF), None if prob_T is None else torch.empty_like(prob_T), a_TI
     )
-    dh_TF, dprob_T = activate_backward(da_TI, h_TF, prob_T, activation, into)
+    dh_TF, dprob_T = activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
     dh_rows, dh_turned = quantize_float8_rows_and_turned(
         dh_TF, of_dh.code_dtype, ends_G, **of_dh.options
     )
