@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from backstash import kernels
-from backstash.formats import FLOAT8_ROWWISE, Code
-from backstash.nn.activated import activated_rows, scaling_of
+from backstash.formats import FLOAT8_ROWWISE, Code, Usage
+from backstash.nn.activated import activated_rows, gradient_codes, scaling_of
 from backstash.nn.call import Call
+from backstash.nn.operands import columns_of, rows_and_columns
 from backstash.recipes import Operand, recipe
 from backstash.tensors import QuantizedTensor
 
@@ -35,3 +36,27 @@ def test_rows_are_those_of_the_values(name: str, grouped: bool) -> None:
 def test_a_scaling_says_what_the_format_does() -> None:
     format = type(FLOAT8_ROWWISE)(code=Code.E5M2, power_of_two=True, epsilon=0.25)
     assert scaling_of(format) == kernels.Scaling(torch.float8_e5m2, 0.25, True)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_codes_of_a_gradient_are_those_of_its_values(activation: str) -> None:
+    columns = 32 * (1 + kernels.ACTIVATIONS[activation])
+    da, h, prob = torch.randn(40, 32), torch.randn(40, columns), torch.rand(40)
+    ends_G = torch.tensor([7, 7, 33], dtype=torch.int32)
+    of_dh, of_a = type(FLOAT8_ROWWISE)(code=Code.E5M2), FLOAT8_ROWWISE
+    found = gradient_codes(da, h, prob, activation, ends_G, (of_dh, of_a))
+    into = kernels.ActivationGradients(torch.empty_like(h), torch.empty(40), torch.empty(40, 32))
+    kernels.activate_backward(da, h, prob, activation, into, ends_G)
+    rows, dh_columns = rows_and_columns(of_dh, into.dh_TF, ends_G)
+    assert into.a_TI is not None
+    a_columns = columns_of(of_a, into.a_TI, ends_G)
+    assert a_columns is not None
+    assert torch.equal(found.dh.rows.dequantize()[:33], rows.dequantize()[:33])
+    for one, other in ((found.dh.columns, dh_columns), (found.a, a_columns)):
+        assert (one.shape, one.format) == (other.shape, other.format)
+        pairs = zip(one.turned(), other.turned(), strict=True)
+        assert all(torch.equal(a.float(), b.float()) for a, b in pairs)
+        # A product that decodes reads them in the matrix's own order.
+        values = one.quantized().dequantize(usage=Usage.COLUMNWISE)
+        assert torch.equal(values[:33], other.quantized().dequantize(usage=Usage.COLUMNWISE)[:33])
+    assert torch.equal(found.dprob_T, into.dprob_T)

@@ -158,7 +158,8 @@ def _amax_kernel(
         of_a = (zeros,) * CHUNKS
         of_gate = (zeros,) * CHUNKS
         of_up = (zeros,) * CHUNKS
-        for row in range(first, end):
+        # Two rows are on their way while one is computed.
+        for row in tl.range(first, end, num_stages=2):
             i_row = tl.cast(row, tl.int64) + tl.arange(0, 1)
             m_row = i_row < end
             prob = prob_of(p_prob, i_row, m_row, prob_stride)

@@ -25,9 +25,9 @@ from backstash.kernels.reference.permute import check_permute, check_unpermute
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _COLUMNS = 1024
-# Rows and bytes of a tile of copies.
+# Rows of a tile of copies, and at most so many bytes and columns of them.
 _ROWS = 16
-_STRIP_BYTES = 512
+_STRIP_BYTES, _STRIP_COLUMNS = 512, 256
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     x_TH = unit_columns(x_TH)
     rows, columns = source_R.shape[0], x_TH.shape[1]
     x_RH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
-    most = _STRIP_BYTES // x_TH.itemsize
+    most = min(_STRIP_COLUMNS, _STRIP_BYTES // x_TH.itemsize)
     tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns, most)}
     programs = ceil_div(rows, _ROWS) * ceil_div(columns, tile["BH"])
     if programs:

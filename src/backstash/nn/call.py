@@ -79,9 +79,11 @@ class Call:
         return read.like(buffers, shape=shape, ends_G=ends_G)
 
     def columns(
-        self, operand: Operand, x: Tensor, ends_G: Tensor | None = None
+        self, operand: Operand, x: Tensor | Columns, ends_G: Tensor | None = None
     ) -> Tensor | Columns:
         """``x`` as the matmul over its rows reads it, which may be to quantize it itself."""
+        if isinstance(x, Columns):
+            return x
         usage = self._column_usage
         if usage is Usage.COLUMNWISE and not isinstance(x, QuantizedTensor):
             format = self.format(operand, Phase.BACKWARD).along(usage)

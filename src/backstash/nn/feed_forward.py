@@ -24,13 +24,14 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError
+from backstash.formats import Float8Rowwise, Usage
 from backstash.kernels import PagedRows
-from backstash.nn.activated import activated_rows
+from backstash.nn.activated import BothWays, activated_rows, gradient_codes
 from backstash.nn.call import Kept
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
 from backstash.nn.projection import Needs, Projection
-from backstash.recipes import Operand
+from backstash.recipes import Operand, Phase
 
 Value = TypeVar("Value")
 
@@ -73,9 +74,9 @@ class Rows(NamedTuple):
 class _Middle(NamedTuple):
     """Gradients of ``h`` and of the routing weights, and the activation; None where unwanted."""
 
-    dh_TF: Tensor | None
+    dh_TF: Tensor | BothWays | None
     dprob_T: Tensor | None
-    a_TI: Tensor | None
+    a_TI: Tensor | Columns | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +144,10 @@ class FeedForward:
             dy_TH = matrix(dy_TH)
         needs = wanted.fc2._replace(bias=False)
         full = self.fc2.backward_weight(weights.fc2_weight, needs)
-        dy_rows, dy_columns = self.fc2.gradient_operands(dy_TH, full, needs, rows.ends_G)
-        middle = self._through_activation(dy_rows, full, kept_h, rows, wanted)
-        del dy_rows, full
+        dy = self.fc2.gradient_operands(dy_TH, full, needs, rows.ends_G)
+        middle = self._through_activation(dy, full, kept_h, rows, wanted)
+        dy_columns = dy[1]
+        del dy, full
         dh_TF, dprob_T, a_TI = middle
         del middle
         dfc2_weight = None
@@ -164,7 +166,7 @@ class FeedForward:
 
     def _through_activation(
         self,
-        dy_rows: Tensor | Gathered | None,
+        dy: tuple[Tensor | Gathered | None, Tensor | Columns | Gathered | None],
         full: Tensor | None,
         kept_h: Once[Any],
         rows: Rows,
@@ -173,10 +175,15 @@ class FeedForward:
         """The gradients of ``h`` and of the routing weights, and the activation again."""
         if not wanted.fc2.matmul:
             return _Middle(None, None, None)
+        dy_rows, dy_columns = dy
         h_TF, prob_T = self.fc1.call.kept_values(kept_h.take()), rows.prob_T
         if dy_rows is None or full is None:
             return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation, rows.ends_G))
         da_TI = self.fc2.input_gradient(dy_rows, self.fc2.weight_columns(full), rows.ends_G)
+        formats = self._formats_of_codes(h_TF, dy_columns, rows, wanted)
+        if formats is not None and rows.ends_G is not None:
+            given = da_TI, h_TF, prob_T, self.activation, rows.ends_G
+            return _Middle(*gradient_codes(*given, formats))
         # What is not read again makes room: the activation takes the place of its gradient, and
         # the gradient of h that of h.
         dh_TF = h_TF if kept_h.is_alone else da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)
@@ -187,6 +194,29 @@ class FeedForward:
         into = kernels.ActivationGradients(dh_TF, dprob_T, a_TI)
         kernels.activate_backward(da_TI, h_TF, prob_T, self.activation, into, rows.ends_G)
         return _Middle(dh_TF, dprob_T, a_TI)
+
+    def _formats_of_codes(
+        self,
+        h_TF: Tensor | PagedRows,
+        dy_columns: Tensor | Columns | Gathered | None,
+        rows: Rows,
+        wanted: Wanted,
+    ) -> tuple[Float8Rowwise, Float8Rowwise] | None:
+        """Of the gradient of ``h`` and of the activation, if all that reads them takes codes."""
+        weights, ends_G = wanted.weights, rows.ends_G
+        if not (wanted.x and weights.fc1_weight) or weights.fc1_bias or ends_G is None:
+            return None
+        if not isinstance(dy_columns, Columns) or isinstance(rows.prob_T, PagedRows):
+            return None
+        if isinstance(h_TF, PagedRows) or not self.fc1.reads_turned(
+            h_TF, dy_columns.shape[1], ends_G
+        ):
+            return None
+        of_dh = self.fc1.call.format(Operand.GRADIENT, Phase.BACKWARD)
+        of_a = self.fc2.call.format(Operand.INPUT, Phase.BACKWARD).along(Usage.COLUMNWISE)
+        if isinstance(of_dh, Float8Rowwise) and isinstance(of_a, Float8Rowwise):
+            return of_dh, of_a
+        return None
 
     def _bias_gradients(
         self,

@@ -43,7 +43,8 @@ class Columns:
     """Columns of a matrix in groups that the product which reads them quantizes.
 
     Attributes:
-        values: The plain matrix, rows of all groups one after another.
+        values: The plain matrix, rows of all groups one after another; None where only what is
+            ``ready`` was made.
         format: With a scale for each column of each group.
         ends_G: The ends of the groups.
         shape: What the matrix is to the product: ``(T, K)``, or ``(G, N, K)`` of a weight.
@@ -51,7 +52,7 @@ class Columns:
         ready: The turned columns, where they were made together with the rows.
     """
 
-    values: Tensor
+    values: Tensor | None
     format: Float8Rowwise
     ends_G: Tensor
     shape: torch.Size
@@ -60,7 +61,7 @@ class Columns:
 
     @property
     def device(self) -> torch.device:
-        return self.values.device
+        return self.ends_G.device
 
     def view(self, shape: torch.Size) -> Columns:
         return dataclasses.replace(self, shape=shape)
@@ -68,6 +69,8 @@ class Columns:
     def quantized(self) -> Tensor:
         """The columns in the matrix's own order, for a product that decodes them."""
         x = self.values
+        if x is None:
+            return self._turned_back()
         return QuantizedTensor.quantize(
             x if self.source_T is None else kernels.permute(x, self.source_T),
             format=self.format,
@@ -80,6 +83,8 @@ class Columns:
         """The columns as rows, each group in whole units."""
         if self.ready is not None:
             return self.ready
+        if self.values is None:
+            raise LayoutError("columns need values, or to be ready; give Columns one of the two")
         return kernels.quantize_float8_turned(
             self.values,
             self.format.code.dtype,
@@ -88,6 +93,25 @@ class Columns:
             epsilon=self.format.epsilon,
             power_of_two=self.format.power_of_two,
         )
+
+    def _turned_back(self) -> Tensor:
+        """What is ready in the matrix's own order: of nothing else are there any codes."""
+        turned_KP, scale_inv, padded_G = self.turned()
+        rows = self.shape[:-1].numel()
+        ends_G = self.ends_G.long().clamp(max=rows)
+        row_T = torch.arange(rows, device=self.device)
+        group_T = torch.searchsorted(ends_G, row_T, right=True).clamp(max=len(ends_G) - 1)
+        shift_G = F.pad(padded_G[:-1] - ends_G[:-1], (1, 0))
+        column_T = (row_T + shift_G[group_T]).clamp(max=turned_KP.shape[1] - 1)
+        codes_TK = turned_KP.view(torch.uint8).index_select(1, column_T).t().contiguous()
+        return QuantizedTensor(
+            {"column_codes": codes_TK, "column_scale_inv": scale_inv},
+            format=self.format,
+            usage=Usage.COLUMNWISE,
+            shape=torch.Size((rows, self.shape[-1])),
+            dtype=torch.float32,
+            ends_G=self.ends_G,
+        ).view(self.shape)
 
 
 def columns_of(
@@ -119,7 +143,7 @@ def rows_and_columns(
         dtype=x.dtype,
         ends_G=ends_G,
     )
-    return rows, Columns(x, format, ends_G, x.shape, ready=ready)
+    return rows, Columns(None, format, ends_G, x.shape, ready=ready)
 
 
 def scaled(operand: Tensor | Columns, usage: Usage) -> Scaled:

@@ -31,6 +31,7 @@ from backstash.errors import ShapeError
 from backstash.formats import Float8Rowwise, HighPrecisionFormat
 from backstash.kernels import PagedRows
 from backstash.nn import gathered, product
+from backstash.nn.activated import BothWays
 from backstash.nn.call import Call
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
@@ -101,7 +102,7 @@ class Projection:
 
     def backward(
         self,
-        dy_TN: Tensor,
+        dy_TN: Tensor | BothWays,
         weight: Tensor,
         read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
         needs: Needs,
@@ -116,7 +117,9 @@ class Projection:
         """
         full = self.backward_weight(weight, needs)
         dy_rows, dy_columns = self.gradient_operands(dy_TN, full, needs, ends_G)
-        dbias = self.bias_gradient(dy_TN, ends_G) if needs.bias else None
+        dbias = None
+        if needs.bias and not isinstance(dy_TN, BothWays):
+            dbias = self.bias_gradient(dy_TN, ends_G)
         dx = None
         if dy_rows is not None and full is not None:
             w_columns = self.weight_columns(full)
@@ -200,14 +203,16 @@ class Projection:
 
     def gradient_operands(
         self,
-        dy_TN: Tensor | Gathered,
+        dy_TN: Tensor | Gathered | BothWays,
         full: Tensor | None,
         needs: Needs,
         ends_G: Tensor | None,
     ) -> tuple[Tensor | Gathered | None, Tensor | Columns | Gathered | None]:
         """The output gradient as each of the wanted products reads it."""
+        if isinstance(dy_TN, BothWays):
+            return dy_TN
         if full is not None and needs.weight:
-            turned = self._reads_turned(dy_TN, full.shape[-1], ends_G)
+            turned = self.reads_turned(dy_TN, full.shape[-1], ends_G)
             return self.call.gradient_pair(dy_TN, ends_G, turned=turned)
         if needs.x:
             return self.call.rows(Operand.GRADIENT, matrix(dy_TN), ends_G), None
@@ -219,7 +224,7 @@ class Projection:
             return None, columns
         return None, None
 
-    def _reads_turned(self, dy_TN: Tensor | Gathered, features: int, ends_G: Tensor | None) -> bool:
+    def reads_turned(self, dy_TN: Tensor | Gathered, features: int, ends_G: Tensor | None) -> bool:
         """Whether the weight gradient follows at once, and reads codes that are turned."""
         if ends_G is None or self.weight_gradient.queue is not None:
             return False
