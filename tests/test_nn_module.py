@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash.nn.module import QuantizedModule, name_modules, scaling_state
+from backstash.recipes import DelayedScaling
 from backstash.tensors import QuantizedTensor
 from saving_cases import grad_of
 from scaling_cases import RECIPE, L, batches, model, noted, state, step
@@ -223,6 +224,19 @@ def test_moving_to_another_dtype_keeps_what_was_learnt(dtype: torch.dtype) -> No
         y = net(next(batches()).to(dtype))
     assert y.dtype == dtype
     assert all(s.scale_G.dtype == torch.float32 for s in scaling_state(net).values())
+
+
+def test_scales_move_with_the_parameters_and_not_to_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, moved = bs.Linear(32, 32), []
+    with bs.autocast(recipe="float8_delayed"):
+        layer(torch.ones(4, 32)).sum().backward()
+    count = len(scaling_state(layer))
+    assert count == 3
+    monkeypatch.setattr(DelayedScaling, "to", lambda self, device: moved.append(device.type))
+    assert layer.to("cpu") is layer
+    assert moved == ["cpu"] * count
+    layer.to("meta")
+    assert moved == ["cpu"] * count
 
 
 def test_names_reach_the_recipe() -> None:

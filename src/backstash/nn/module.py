@@ -8,7 +8,7 @@ none, so the state dicts of plain modules load and save with ``strict=True``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,15 @@ class QuantizedModule(nn.Module):
         role = Role(Operand.WEIGHT, Phase.FORWARD, type(self).__name__, self.name)
         format = _storage_format(recipe.format(role))
         return nn.Parameter(plain if format is None else _empty_weight(format, plain))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> QuantizedModule:
+        """Scales go where the parameters go; on ``meta`` they would be lost."""
+        super()._apply(fn, *args, **kwargs)
+        first = next(self.parameters(), None)
+        if first is not None and not first.is_meta:
+            for scaling in self._scalings.values():
+                scaling.to(first.device)
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._save_to_state_dict(destination, prefix, *rest)
