@@ -115,7 +115,9 @@ def _mm_rows(a_TJ: Tensor, b_GJC: Tensor, ends_G: Tensor) -> Tensor:
             out_TC = (_wide(a_TJ) @ _wide(b_GJC[g])).to(out_TC.dtype).where(m_T, out_TC)
         return out_TC
     for g, start, end in _spans(ends_G, rows):
-        out_TC[start:end] = _wide(a_TJ[start:end]) @ _wide(b_GJC[g])
+        # By length, not by end: then torch 2.11 can export it too, where no number is known.
+        a_J, out_C = (x.narrow(0, start, end - start) for x in (a_TJ, out_TC))
+        out_C.copy_(_wide(a_J) @ _wide(b_GJC[g]))
     return out_TC
 
 
