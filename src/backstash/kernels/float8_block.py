@@ -27,8 +27,10 @@ from backstash.kernels.blocks import (
 from backstash.kernels.cast.lines import quantize_lines
 from backstash.kernels.cast.scales import Scaling, scale_of, scaling_of
 from backstash.kernels.float8_block_pairs import are_pairs, quantize_pairs
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.cast import FLOAT32_MAX
 from backstash.kernels.reference.into import Into, noop_of
+from backstash.kernels.sizes import ceil_div
 
 _BLOCK = 128
 _STEP = 32
@@ -145,6 +147,9 @@ def _dequantize_kernel(
         tl.store(p_tile, y, mask=m_column[None, :])
 
 
+_write_codes, _write_values = Launcher(_quantize_blocks_kernel), Launcher(_dequantize_kernel)
+
+
 def quantize_block_rows(
     x_MK: Tensor,
     code_dtype: torch.dtype,
@@ -154,7 +159,7 @@ def quantize_block_rows(
     into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks along rows: codes ``(M, K)`` as bytes and inverse scales ``(M, C)``."""
-    shape = len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
+    shape = len(x_MK), ceil_div(x_MK.shape[1], _BLOCK)
     codes_MK, scale_inv_MC = _buffers(x_MK, shape, into)
     scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
     quantize_lines(x_MK, _BLOCK, codes_MK.view(code_dtype), scale_inv_MC, scaling, noop_of(into))
@@ -190,7 +195,7 @@ def quantize_block_both(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Both of the above from one read of ``x_MK``; rows past the last group are unspecified."""
     if into is None:
-        row_shape = len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
+        row_shape = len(x_MK), ceil_div(x_MK.shape[1], _BLOCK)
         column_shape = block_count(len(x_MK), ends_G, _BLOCK), x_MK.shape[1]
         four = _buffers(x_MK, row_shape, None) + _buffers(x_MK, column_shape, None)
     else:
@@ -212,7 +217,7 @@ def quantize_block_tiles(
     into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tiles: codes ``(M, K)`` as bytes and inverse scales ``(S, C)``."""
-    shape = block_count(len(x_MK), ends_G, _BLOCK), triton.cdiv(x_MK.shape[1], _BLOCK)
+    shape = block_count(len(x_MK), ends_G, _BLOCK), ceil_div(x_MK.shape[1], _BLOCK)
     codes_MK, scale_inv_SC = _buffers(x_MK, shape, into)
     scaling = _scaling(x_MK, code_dtype, epsilon, power_of_two=power_of_two)
     outputs = None, None, codes_MK.view(code_dtype), None, scale_inv_SC
@@ -284,9 +289,10 @@ def _quantize_blocks(
     # Codes along rows, and a tile's, need all of its columns in one program.
     BK, V, warps = _COLUMNS if row_codes is None and tile_scale_inv is None else _TILE
     tile: dict[str, Any] = {"B": _BLOCK, "BK": BK, "V": V, "num_warps": warps}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, BK)
+    programs = block_count(rows, ends_G, _BLOCK) * ceil_div(columns, BK)
     if programs:
-        _quantize_blocks_kernel[(programs,)](
+        _write_codes(
+            programs,
             x_MK,
             row_codes,
             row_scale_inv,
@@ -315,9 +321,10 @@ def _dequantize(
     y_MK = torch.empty(rows, columns, dtype=dtype, device=codes_MK.device)
     along_rows, down_columns, in_tiles = scales_inv
     tile: dict[str, Any] = {"B": _BLOCK, "BR": _STEP}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, _BLOCK)
+    programs = block_count(rows, ends_G, _BLOCK) * ceil_div(columns, _BLOCK)
     if programs:
-        _dequantize_kernel[(programs,)](
+        _write_values(
+            programs,
             codes_MK,
             None if along_rows is None else along_rows.contiguous(),
             None if down_columns is None else down_columns.contiguous(),

@@ -25,6 +25,8 @@ from backstash.kernels.blocks import block_count, block_table, group_number, loc
 from backstash.kernels.cast.exponents import multiplier_of
 from backstash.kernels.cast.pairs import are_words, codes_of, larger_pair, magnitudes, scaled_pair
 from backstash.kernels.cast.scales import Scaling, exponent_for
+from backstash.kernels.launches import Launcher
+from backstash.kernels.sizes import ceil_div
 
 _BLOCK = 128
 # Words of a thread side by side, and warps: for columns alone, and for both directions.
@@ -147,6 +149,9 @@ def _quantize_pairs_kernel(
         tl.store(p_block, tl.zeros([512], tl.float32), mask=i_column < words * 2)
 
 
+_write_codes = Launcher(_quantize_pairs_kernel)
+
+
 def are_pairs(x_MK: Tensor, outputs: Sequence[Tensor | None], scaling: Scaling) -> bool:
     """Whether values, codes and scales are what :func:`quantize_pairs` is for."""
     if scaling[3] is not None or not are_words(x_MK):
@@ -173,9 +178,10 @@ def quantize_pairs(
         "OFFSET": offset,
         **(_COLUMNS if row_codes is None else _BOTH),
     }
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(words, _BLOCK // 2)
+    programs = block_count(rows, ends_G, _BLOCK) * ceil_div(words, _BLOCK // 2)
     if programs:
-        _quantize_pairs_kernel[(programs,)](
+        _write_codes(
+            programs,
             x_MW,
             None if row_codes is None else row_codes.view(torch.int16),
             row_scale_inv,
