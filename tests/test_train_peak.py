@@ -38,6 +38,9 @@ def test_a_stash_needs_less_where_buffers_have_room_for_more() -> None:
 
 
 RUNS: dict[str, TrainConfig] = {
+    "the last layer runs forward": large(
+        dtype="bfloat16", stash=True, model={"capacity_factor": 8.0, "expert_width": 16}
+    ),
     "the loss runs backward": large(model={"vocabulary": 65536}),
     "the last layer runs backward": large(),
     "the first layer runs backward": large(
@@ -83,7 +86,7 @@ def test_the_table_shows_every_part_and_when_the_peak_is() -> None:
     rows = dict(table(large(stash=True)))
     assert {"weights", "gradients", "optimizer", "saved for backward"} <= rows.keys()
     assert "in the stash's pages" in rows
-    assert "when the last layer runs backward" in rows["at most at once, on a GPU"]
+    assert "when the last layer runs forward" in rows["at most at once, on a GPU"]
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -1,8 +1,10 @@
 """The most memory that a step of training holds at once on a GPU, from formulas alone.
 
 In every moment there are the weights, the optimizer's state, the pages of a stash, and the
-workspaces of the matmul library.  What comes on top is largest in one of four moments:
+workspaces of the matmul library.  What comes on top is largest in one of five moments:
 
+- the experts of the last layer run forward under a stash: all that is in no page, and the buffers
+  of that layer and of the one before it, which it moves into pages meanwhile;
 - the loss runs backward: all that was saved, and the gradient of the logits twice;
 - the experts of the last layer run backward: all that the layers saved, and what one layer works
   with;
@@ -68,7 +70,9 @@ def moments(config: TrainConfig) -> dict[str, int]:
     last, first = (_experts_bytes(config, is_last=is_last) for is_last in (True, False))
     gradients = _gradient_bytes(config)
     saved = layers * kept + _newest_bytes(config) + ends
+    forward = ends - logits + layers * kept + _forward_bytes(config)
     return {
+        "the last layer runs forward": resident + gradients[0] + forward,
         "the loss runs backward": resident + gradients[0] + saved + 2 * logits,
         "the last layer runs backward": inside + last + gradients[1] + layers * kept,
         "the first layer runs backward": inside + first + gradients[2] + kept,
@@ -99,13 +103,25 @@ def _taken(config: TrainConfig, buffers: list[int]) -> list[int]:
     return [nbytes for nbytes in buffers if has_stash and nbytes > config.stash_page_bytes]
 
 
+def _forward_bytes(config: TrainConfig) -> int:
+    """What the experts of the last layer work with in forward, and what a stash has whole."""
+    model, rows, itemsize = config.model, buffer_rows(config), itemsize_of(config)
+    own = sum(_taken(config, expert_buffers(config, 0, rows)))
+    shared = sum(_taken(config, offered_by_shared(config, 0)))
+    whole = own + shared if model.shared_width else min(2, model.layers) * own
+    return rows * (model.expert_width + model.hidden) * itemsize + whole
+
+
 def _newest_bytes(config: TrainConfig) -> int:
     """What a stash never lets go, because backward begins with it."""
+    layers = config.model.layers
     own = sum(_taken(config, expert_buffers(config, 0, buffer_rows(config))))
     shared = sum(_taken(config, offered_by_shared(config, 0)))
-    if _is_read_in_place(config):
+    # What is not copied counts with all its rows, for which there must be room.
+    others = stash_bytes(config) * (layers - 2) // layers
+    if _is_read_in_place(config) or layers < 2 or others + 2 * own > pool_bytes(config):
         return shared if config.model.shared_width else own
-    return shared + own if config.model.shared_width else min(2, config.model.layers) * own
+    return shared + own if config.model.shared_width else 2 * own
 
 
 def _whole_bytes(config: TrainConfig, *, is_last: bool) -> int:
@@ -122,7 +138,7 @@ def _whole_bytes(config: TrainConfig, *, is_last: bool) -> int:
     else:
         next_bytes = copied if config.model.layers > 1 else 0
     if is_last and is_alone:
-        return own + next_bytes if _is_read_in_place(config) else _newest_bytes(config)
+        return max(own + next_bytes, _newest_bytes(config))
     return copied + next_bytes
 
 
