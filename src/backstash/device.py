@@ -129,6 +129,11 @@ def current_gpu() -> int:
     return torch._C._cuda_getDevice()
 
 
+def raw_stream(gpu: int) -> int:
+    """Return CUDA's handle of the stream that launches on that GPU go to."""
+    return torch._C._cuda_getCurrentRawStream(gpu)
+
+
 # Asked at every launch, and what torch answers from costs microseconds.
 _CAPABILITIES: dict[torch.device, tuple[int, int]] = {}
 _PROCESSORS: dict[torch.device, int] = {}

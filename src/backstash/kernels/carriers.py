@@ -12,7 +12,6 @@ matmul are given out: it never makes a matmul last longer than the move that it 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,4 +64,4 @@ def carried_by(*, is_plain: bool) -> tuple[Tensor | None, Tensor | None, int]:
     moves = carried() if is_plain else None
     if moves is None:
         return None, None, 0
-    return moves.list_N, moves.device_pages.view(torch.int32), moves.page_bytes // TICKET_BYTES
+    return moves.list_N, moves.words, moves.page_bytes // TICKET_BYTES

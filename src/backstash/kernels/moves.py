@@ -72,7 +72,7 @@ def finish_moves(moves: Moves) -> None:
     _launch_finish(
         processor_count(device) * _PROGRAMS,
         moves.list_N,
-        moves.device_pages.view(torch.int32),
+        moves.words,
         PARTS=moves.page_bytes // TICKET_BYTES,
         WORDS=TICKET_BYTES // 4,
         num_warps=8,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.device import current_gpu, raw_stream
+
 Stream = Any  # torch.cuda.Stream; None on a CPU
 #: ``torch.cuda.Event``; or a stream, for all that will have been launched there when somebody
 #: waits, which costs nothing until then, and nothing in that stream; None on a CPU.
@@ -135,18 +137,24 @@ class SideLanes(Streams):
         self.device = device
         # Torch takes a number as it is, and looks long at a device.
         self._index = device.index
+        # A stream of torch for each that it has: which one is asked many times a layer.
+        self._known: dict[int, torch.cuda.Stream] = {}
         # Blocks of a copy go before those of a matmul that would fill the device for long.
         self._out = torch.cuda.Stream(device, priority=-1)
         self._in = torch.cuda.Stream(device, priority=-1)
 
     def is_capturing(self) -> bool:
-        if torch.cuda.current_device() == self._index:
+        if current_gpu() == self._index:
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
     def here(self) -> Stream:
-        return torch.cuda.current_stream(self._index)
+        handle = raw_stream(self._index)
+        stream = self._known.get(handle)
+        if stream is None:
+            stream = self._known[handle] = torch.cuda.current_stream(self._index)
+        return stream
 
     def outward(self, after: Sequence[Event]) -> contextlib.AbstractContextManager[None]:
         return self._behind(after, self._out)
@@ -162,10 +170,10 @@ class SideLanes(Streams):
         return self.on(lane)
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        if torch.cuda.current_device() != self._index:
+        if current_gpu() != self._index:
             return torch.cuda.stream(stream)
         here = self.here()
-        return _ANYWHERE if stream == here else _Launching(stream, here)
+        return _ANYWHERE if stream is here else _Launching(stream, here)
 
     def event(self, stream: Stream = None) -> Event:
         event = torch.cuda.Event()

@@ -23,11 +23,11 @@ class Moves(NamedTuple):
     """A list of moves, and what its addresses are counted from.
 
     ``list_N`` is int64: tickets taken, tickets in all, and for each page where from and where
-    to, in units of 16 bytes from the beginning of ``device_pages``.
+    to, in units of 16 bytes from the beginning of ``words``, which are the device's pages as int32.
     """
 
     list_N: Tensor
-    device_pages: Tensor
+    words: Tensor
     page_bytes: int
 
 
@@ -59,7 +59,7 @@ def carried() -> Moves | None:
 def new_moves(pages: int, device_pages: Tensor, page_bytes: int) -> Moves:
     """A list of at most so many pages that nobody has written yet."""
     list_N = torch.empty(MOVES_HEADER + 2 * pages, dtype=torch.int64, device=device_pages.device)
-    return Moves(list_N, device_pages, page_bytes)
+    return Moves(list_N, device_pages.view(torch.int32), page_bytes)
 
 
 def finish_moves(moves: Moves) -> None:
