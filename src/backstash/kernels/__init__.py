@@ -141,6 +141,7 @@ from backstash.kernels.reference.routing import (
     weigh_experts_backward,
 )
 from backstash.kernels.reference.row_weights import weights_to_copies, weights_to_rows
+from backstash.kernels.reference.tables import sharing_tables
 from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
@@ -331,6 +332,7 @@ __all__ = [
     "row_amax",
     "row_groups",
     "scale_from_amax",
+    "sharing_tables",
     "sort_by_expert",
     "stash_pages",
     "table_length",

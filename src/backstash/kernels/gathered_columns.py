@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backstash.kernels.grouped_columns import TILE, locate_tile, multiply_tiles
-from backstash.kernels.tiles import groups_by_size
+from backstash.kernels.tables import column_table
 from backstash.kernels.warpgroups import (
     FAR,
     async_load,
@@ -201,7 +201,7 @@ def multiply_gathered_columns(
         shared_layout(x, [1, 1, block, columns]),
         ragged(other, block, columns if is_left else half),
         matrices(dw_GNK, half, columns // 2),
-        groups_by_size(ends_G, len(source_R)),
+        column_table(ends_G, source_R.shape[0]),
         len(ends_G),
         triton.cdiv(N, 2 * half),
         triton.cdiv(K, columns),

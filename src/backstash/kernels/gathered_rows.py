@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backstash.device import processor_count
-from backstash.kernels.blocks import block_table
 from backstash.kernels.grouped_rows import TILE, locate_tile, multiply_tiles
 from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import ceil_div
+from backstash.kernels.tables import row_table
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
@@ -171,7 +171,7 @@ def multiply_gathered_rows(a_TJ: Tensor, source_R: Tensor, b_GJC: Tensor, ends_G
         shared_layout(a_TJ, [half, block]),
         matrices(b_GJC.mT, columns, block) if is_rows else matrices(b_GJC, block, columns),
         ragged(y_RC, half, columns // 2),
-        block_table(ends_G, R, 2 * half),
+        row_table(ends_G, R, 2 * half),
         ends_G.shape[0],
         J,
         ceil_div(C, columns),

@@ -33,7 +33,7 @@ from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.sizes import ceil_div
-from backstash.kernels.tiles import groups_by_size
+from backstash.kernels.tables import column_table
 from backstash.kernels.warpgroups import (
     FAR,
     TURNS,
@@ -286,7 +286,7 @@ def multiply_columns(dy_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     block, N, K = values_a_block(x_TK), dy_TN.shape[1], x_TK.shape[1]
     dw_GNK = new_aligned((ends_G.shape[0], N, K), x_TK)
     descs = ragged(dy_TN, block, TILE["HALF"]), ragged(x_TK, block, TILE["BN"])
-    _launch(descs, groups_by_size(ends_G, x_TK.shape[0]), dw_GNK, (None, None), BK=block)
+    _launch(descs, column_table(ends_G, x_TK.shape[0]), dw_GNK, (None, None), BK=block)
     return dw_GNK
 
 
@@ -304,7 +304,7 @@ def multiply_scaled_columns(
         ragged_columns(x.codes, TILE["BN"], block),
     )
     scales = dy.scale_inv.contiguous(), x.scale_inv.contiguous()
-    _launch(descs, groups_by_size(padded_ends_G, P), dw_GNK, scales, BK=block)
+    _launch(descs, column_table(padded_ends_G, P), dw_GNK, scales, BK=block)
     return dw_GNK
 
 

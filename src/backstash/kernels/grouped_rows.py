@@ -29,11 +29,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backstash.device import processor_count
-from backstash.kernels.blocks import block_table
 from backstash.kernels.carriers import REGISTERS, carried_by, carry
 from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.float8_mm import Scaled
 from backstash.kernels.sizes import ceil_div
+from backstash.kernels.tables import row_table
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
@@ -327,7 +327,7 @@ def _launch(
         matrix(a_TJ, half, block),
         b_desc,
         ragged(y_TC, half, columns // 2),
-        block_table(ends_G, T, 2 * half),
+        row_table(ends_G, T, 2 * half),
         *scales,
         *moves,
         ends_G.shape[0],

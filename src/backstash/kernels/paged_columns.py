@@ -30,7 +30,7 @@ from backstash.kernels.launches import Launcher
 from backstash.kernels.paged_rows import lookup_of
 from backstash.kernels.reference.paged_rows import PagedRows
 from backstash.kernels.sizes import ceil_div
-from backstash.kernels.tiles import groups_by_size
+from backstash.kernels.tables import column_table
 from backstash.kernels.warpgroups import (
     FAR,
     async_load,
@@ -210,7 +210,7 @@ def multiply_paged_columns(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tenso
         shared_layout(dy_TN, [1, 1, block, half]),
         ragged(dy_TN, block, columns),
         matrices(dw_GNK, columns // 2, half),
-        groups_by_size(ends_G, rows),
+        column_table(ends_G, rows),
         groups,
         ceil_div(K, 2 * half),
         ceil_div(N, columns),

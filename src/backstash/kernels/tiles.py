@@ -24,9 +24,8 @@ from backstash.kernels.sizes import next_power_of_2
 
 
 @triton.jit
-def _order_kernel(p_ends, p_table, groups, rows, BG: tl.constexpr):
-    """One program finds the rank of one group, and writes its rows there."""
-    group = tl.program_id(0)
+def write_order(p_ends, p_table, group, groups, rows, BG: tl.constexpr):
+    """Find the rank of one group, and write its rows there."""
     i_group = tl.arange(0, BG)
     m_group = i_group < groups
     # Ends are cut at the buffer here: whatever they say, no address leaves it.
@@ -43,6 +42,12 @@ def _order_kernel(p_ends, p_table, groups, rows, BG: tl.constexpr):
     tl.store(p_table + rank * 4 + 1, start + count)
     tl.store(p_table + rank * 4 + 2, group)
     tl.store(p_table + rank * 4 + 3, 0)
+
+
+@triton.jit
+def _order_kernel(p_ends, p_table, groups, rows, BG: tl.constexpr):
+    """One program writes the entry of one group."""
+    write_order(p_ends, p_table, tl.program_id(0), groups, rows, BG)
 
 
 _write_order = Launcher(_order_kernel)

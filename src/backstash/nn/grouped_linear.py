@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
@@ -83,7 +84,8 @@ class _GroupedLinear(torch.autograd.Function):
             return call.columns(Operand.INPUT, as_rows(x), ends_G)
 
         needs = Needs(*ctx.needs_input_grad[:3])
-        grads = plan.projection.backward(as_rows(dy), weight, read_x, needs, ends_G)
+        with kernels.sharing_tables(ends_G, row_products=1, column_products=1):
+            grads = plan.projection.backward(as_rows(dy), weight, read_x, needs, ends_G)
         dx = None if grads.x is None else grads.x.view(*dy.shape[:-1], grads.x.shape[1])
         return dx, grads.weight, grads.bias, None, None, None
 

@@ -106,7 +106,8 @@ class _GroupedMLP(torch.autograd.Function):
             x_rows = Once(x_rows)
         else:
             x_rows = Once(fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G))
-        y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
+        with kernels.sharing_tables(ends_G, row_products=2):
+            y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
         if plan.keep is not Keep.NOTHING:
             # Only dx and further gathers read the map; only dh and the activation the rest.
             gathers = reads_x or plan.is_combined
@@ -151,13 +152,11 @@ class _GroupedMLP(torch.autograd.Function):
                 return fc1.call.kept_operand(kept)
             return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
 
-        dx, dprob_R, dweights = plan.feed_forward.backward(
-            dy_RH,
-            h,
-            read_x,
-            (Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G, slots_TK)),
-            wanted,
-        )
+        parameters = Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G, slots_TK)
+        # Gradients of tokens are made in two or three pieces.
+        with kernels.sharing_tables(ends_G, row_products=3, column_products=2):
+            gradients = plan.feed_forward.backward(dy_RH, h, read_x, parameters, wanted)
+        dx, dprob_R, dweights = gradients
         if dx is not None and (slots_TK is None or plan.is_combined):
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         return dx, dprob_R if ctx.needs_input_grad[1] else None, *dweights, None, None, None, None
