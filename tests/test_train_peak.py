@@ -43,6 +43,9 @@ RUNS: dict[str, TrainConfig] = {
     ),
     "the loss runs backward": large(model={"vocabulary": 65536}),
     "the last layer runs backward": large(),
+    "attention runs backward": large(
+        dtype="bfloat16", model={"top_k": 1, "expert_width": 4, "heads": 8, "head_width": 64}
+    ),
     "the first layer runs backward": large(
         dtype="bfloat16",
         recompute="reentrant",
@@ -103,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two passes": {"accumulate": 2, "stash": True, "model": {"capacity_factor": 2.0}},
     "vocabulary": {"model": {"vocabulary": 32768}},
     "weights": {"batch": 2, "model": {"experts": 32}},
+    "attention": {"model": {"top_k": 1, "expert_width": 128}},
 }
 #: Of what was measured, by the estimate.
 WITHIN = 0.05

@@ -108,7 +108,7 @@ def count_parameters(model: ModelConfig, *, experts: int) -> int:
 
 def layer_saved_bytes(config: TrainConfig, layer: int) -> int:
     """Return the bytes that one layer keeps."""
-    parts = _attention_bytes, _mixture_bytes, _shared_bytes
+    parts = attention_bytes, _mixture_bytes, _shared_bytes
     return sum(part(config, layer) for part in parts)
 
 
@@ -128,12 +128,13 @@ def ends_saved_bytes(config: TrainConfig) -> int:
     return ids + table + head + loss
 
 
-def _attention_bytes(config: TrainConfig, layer: int) -> int:
+def attention_bytes(config: TrainConfig, layer: int) -> int:
+    """Return the bytes that one layer keeps of its attention, its input among them."""
     tokens, model = forward_tokens(config), config.model
     stream = tokens * (model.hidden * itemsize_of(config) + _FLOAT32)
     features = model.heads * model.head_width
     # Queries and output, keys and values, and a log-sum-exp for each head and token.
-    width = 2 * features + 2 * _kept_kv_heads(config) * model.head_width
+    width = 2 * features + 2 * kept_kv_heads(config) * model.head_width
     attention = tokens * (width * itemsize_of(config) + model.heads * _FLOAT32)
     # A learnt scale is used once, so the matmul after attention keeps columns of its own.
     name = layer_name(layer, "projection")
@@ -142,7 +143,8 @@ def _attention_bytes(config: TrainConfig, layer: int) -> int:
     return stream + attention + own
 
 
-def _kept_kv_heads(config: TrainConfig) -> int:
+def kept_kv_heads(config: TrainConfig) -> int:
+    """Return the heads of keys and values that the attention is given."""
     kind = default_device().type if config.device == "auto" else config.device.partition(":")[0]
     is_repeated = repeats_heads(getattr(torch, config.dtype), kind)
     return config.model.heads if is_repeated else config.model.kv_heads

@@ -1,14 +1,16 @@
 """The most memory that a step of training holds at once on a GPU, from formulas alone.
 
 In every moment there are the weights, the optimizer's state, the pages of a stash, and the
-workspaces of the matmul library.  What comes on top is largest in one of five moments:
+workspaces of the matmul library.  What comes on top is largest in one of six moments:
 
 - the experts of the last layer run forward under a stash: all that is in no page, and the buffers
   of that layer and of the one before it, which it moves into pages meanwhile;
 - the loss runs backward: all that was saved, and the gradient of the logits twice;
 - the experts of the last layer run backward: all that the layers saved, and what one layer works
   with;
-- those of the first layer do: what one layer saved, and the gradients of all others;
+- the attention of the last layer does, if that is wider than the experts: what the others saved,
+  and sums in float32;
+- the experts of the first layer do: what one layer saved, and the gradients of all others;
 - the optimizer steps: all gradients, and as much again for the roots of their mean squares.
 
 A layer's experts work in buffers of all rows there is room for.  They hold most of them either
@@ -29,6 +31,7 @@ from backstash.stash import Sizing
 
 from .config import TrainConfig
 from .estimate import (
+    attention_bytes,
     buffer_rows,
     ends_saved_bytes,
     estimate,
@@ -36,6 +39,7 @@ from .estimate import (
     forward_tokens,
     itemsize_of,
     kept_format,
+    kept_kv_heads,
     layer_input_bytes,
     offered_by_shared,
     shared_buffers,
@@ -71,10 +75,12 @@ def moments(config: TrainConfig) -> dict[str, int]:
     gradients = _gradient_bytes(config)
     saved = layers * kept + _newest_bytes(config) + ends
     forward = ends - logits + layers * kept + _forward_bytes(config)
+    attention = ends - logits + (layers - 1) * kept + _attention_working(config)
     return {
         "the last layer runs forward": resident + gradients[0] + forward,
         "the loss runs backward": resident + gradients[0] + saved + 2 * logits,
         "the last layer runs backward": inside + last + gradients[1] + layers * kept,
+        "attention runs backward": resident + gradients[1] + attention,
         "the first layer runs backward": inside + first + gradients[2] + kept,
         "the optimizer steps": resident + 2 * _FLOAT32 * numbers.parameters,
     }
@@ -228,6 +234,20 @@ def _operand_bytes(config: TrainConfig, gradient: Format, name: str) -> int:
     if model.capacity_factor is None:
         codes += _code_bytes(config, kept_format(config, Operand.INPUT, name), (rows, model.hidden))
     return codes + rows * (columns + model.hidden) * item
+
+
+def _attention_working(config: TrainConfig) -> int:
+    """What a layer's attention saved and works with in backward, and the experts' gradients."""
+    model, itemsize = config.model, itemsize_of(config)
+    tokens, features = forward_tokens(config), model.heads * model.head_width
+    # Of the stream (by then the head's input is gone), of the output and the queries; of the rest.
+    gradients = (2 * features + 2 * kept_kv_heads(config) * model.head_width) * itemsize
+    # Torch adds up queries' gradients in float32, and those of shared heads for each query head.
+    sums = features * _FLOAT32 if itemsize < _FLOAT32 else 0
+    if kept_kv_heads(config) < model.heads:
+        sums += 2 * features * itemsize
+    experts = 3 * model.experts * model.hidden * model.expert_width * itemsize
+    return attention_bytes(config, 0) + tokens * (gradients + sums) + experts
 
 
 def _code_bytes(config: TrainConfig, format: Format, shape: tuple[int, int]) -> int:
