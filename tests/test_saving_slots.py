@@ -157,3 +157,25 @@ def test_weights_of_a_group_share_one_record_whatever_their_class(kind: Any) -> 
     assert len(tensors) == 2
     restored = bs.restore_from_saved(records, tensors)
     assert all(a is b for a, b in zip(restored, values, strict=True))
+
+
+def test_only_plain_rows_saved_inside_of_saving_may_come_back_in_pages() -> None:
+    values = (
+        values_2d(),
+        bs.GroupedTensor(values_2d(), torch.tensor([1])),
+        bs.MXFP8.quantize(values_2d()),
+        nn.Parameter(values_2d()),
+        None,
+    )
+    _, records = bs.prepare_for_saving(*values)
+    assert [records.place_of(i) for i in range(5)] == [None] * 5
+    with bs.saving(bs.Meter()):
+        tensors, records = bs.prepare_for_saving(*values)
+    places = [records.place_of(i) for i in range(5)]
+    assert places[2:] == [None] * 3
+    assert [tensors[place] is not None for place in places[:2] if place is not None] == [True] * 2
+    assert tensors[places[1] or 0] is values[1].data
+    # Without groups nothing is looked at one by one.
+    with bs.saving(bs.Meter()):
+        _, records = bs.prepare_for_saving(values_2d())
+    assert records.place_of(0) is None

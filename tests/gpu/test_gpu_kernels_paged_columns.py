@@ -32,10 +32,12 @@ def operands(
 
 
 def placed(x: Tensor, valid: int, page: int, *, host: bool = False) -> PagedRows:
-    pages = -(-max(valid, 1) * x.shape[1] * x.element_size() // page)
-    pool = new_pool(pages // 2 if host else pages + 3, pages if host else 0, page, GPU)
-    # It is the second of two buffers.
-    return in_pages(pool, valid, torch.ones(len(x), dtype=torch.uint8, device=GPU), x)[1]
+    # It is the second of two buffers, of which the first has a byte a row.
+    pages = -(-max(valid, 1) * x.shape[1] * x.element_size() // page) + -(-valid // page) + 1
+    pool = new_pool(pages // 2 if host else pages, pages if host else 0, page, GPU)
+    first, second = in_pages(pool, valid, torch.ones(len(x), dtype=torch.uint8, device=GPU), x)
+    assert int(first.table[2]) == 0
+    return second
 
 
 @by_many

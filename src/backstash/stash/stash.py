@@ -1,9 +1,9 @@
 """``Stash``: saved tensors into pages, and back when backward asks.
 
 A handler for :class:`~backstash.saving.saving`.  It takes the buffers whose valid length was
-marked, copies the valid prefix into pages of its pool, and lets the buffer go; before backward
-reads it, the prefix is copied into a new buffer.  Copies do not round, so every gradient is that
-of a run without the stash, bit for bit.
+marked, copies the valid prefix into pages of its pool, and lets the buffer go.  Backward reads
+the pages, or gets the prefix copied into a new buffer before (:mod:`backstash.stash.returns`).
+Copies do not round, so every gradient is that of a run without the stash, bit for bit.
 
 All buffers that one autograd node saves are copied by one launch: the node announces them, and
 the last of them closes the batch.  A tensor nobody announced is a batch of its own.
@@ -101,7 +101,8 @@ class Stash:
             run without the stash; a quarter to a half of the bytes.
         ahead: How many batches are copied back before they are asked for, each at the price
             of its buffers at full capacity.  As many of the newest, and one more, are not copied
-            at all where the last step has shown that backward begins with them.
+            at all where the last step has shown that backward begins with them.  Of a node that
+            reads its pages nothing is copied back, and only the newest stays.
 
     Raises:
         ConfigError: An option means nothing, or values cannot be compressed like that.
