@@ -123,6 +123,31 @@ def test_what_does_not_stay_is_left_to_the_next_matmuls_once_a_step_has_been_see
     assert_nothing_is_held(kept)
 
 
+@pytest.mark.parametrize(("pages", "few"), [(4096, False), (0, True)], ids=["device", "host"])
+def test_what_may_go_over_the_link_is_copied_by_a_few_programs_and_no_matmul(
+    pages: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, experts, seen = stash(pages, 4096), Experts(LAYERS), []
+    for name in ("stash_pages", "restore_pages"):
+        plain = getattr(kernels, name)
+
+        def noted(*operands: Any, plain: Any = plain, **options: Any) -> None:
+            seen.append((options["moves"] is None, options["programs"]))
+            plain(*operands, **options)
+
+        monkeypatch.setattr(kernels, name, noted)
+    parameters = list(experts.parameters())
+    for _ in range(3):
+        seen.clear()
+        step(experts, parameters, BALANCED, kept)
+    if few:
+        assert {alone for alone, _ in seen} == {True}
+        assert {1 <= programs <= 64 for _, programs in seen} == {True}
+    else:
+        assert {programs for _, programs in seen} == {None}
+        assert False in {alone for alone, _ in seen}
+
+
 def test_in_another_order_what_stayed_makes_room() -> None:
     kept, layers = stash(), Layers()
     warm(kept)

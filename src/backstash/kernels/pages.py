@@ -63,11 +63,12 @@ def stash_pages(
     page_bytes: int,
     number: int,
     moves: Moves | None = None,
+    programs: int | None = None,
 ) -> None:
     """Put the valid prefix of each source into pages, in one launch of at most 8 buffers."""
     shape = LaunchShape.of(sources, page_bytes, leaving=moves is not None)
     _launch_stash(
-        shape.programs,
+        _at_most(programs, shape),
         tuple(sources),
         tuple(rows),
         written(widths),
@@ -105,11 +106,12 @@ def restore_pages(
     buffers: int,
     page_bytes: int,
     moves: Moves | None = None,
+    programs: int | None = None,
 ) -> None:
     """Bring the valid prefix of some buffers of a launch back, in one launch."""
     shape = LaunchShape.of(destinations, page_bytes, leaving=moves is not None)
     _launch_restore(
-        shape.programs,
+        _at_most(programs, shape),
         tuple(destinations),
         written(places),
         written([destination.numel() for destination in destinations]),
@@ -130,6 +132,13 @@ def restore_pages(
         num_warps=shape.footprint.warps,
         maxnreg=shape.footprint.registers,
     )
+
+
+def _at_most(programs: int | None, shape: LaunchShape) -> int:
+    """The programs of a launch, where it may have so many of 16 warps."""
+    if programs is None:
+        return shape.programs
+    return min(shape.programs, programs * 16 // shape.footprint.warps)
 
 
 def release_pages(

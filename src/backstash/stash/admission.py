@@ -22,6 +22,7 @@ from backstash.errors import BackstashError
 from backstash.kernels import RECEIPT_HOST_SHIFT, RECEIPT_OVERFLOW, RECEIPT_PENDING
 
 _RECEIPTS = 4096
+_LINK_PROGRAMS = 32
 _RECEIPT_SPACING = 2  # 16 bytes, so that all are aligned alike
 
 
@@ -63,6 +64,14 @@ class Account:
         self.event = None
         self.is_open = True
         self.is_on_device = is_on_device
+
+    @property
+    def programs(self) -> int | None:
+        """How many programs may copy it at most; None for as many as are fastest.
+
+        Over the link to host memory a few are as fast as all, and leave the others to matmuls.
+        """
+        return None if self.is_on_device else _LINK_PROGRAMS
 
 
 class Ledger:

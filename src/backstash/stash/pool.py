@@ -174,7 +174,8 @@ class PagePool:
         captured = self.streams.is_capturing()
         self.is_fixed |= captured
         slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
-        moves = self._new_moves(slots) if leaving else None
+        few = None if account is None else account.programs
+        moves = self._new_moves(slots) if leaving and few is None else None
         behind = self.streams.here() if after is None else after
         with self.streams.outward([behind]):
             length = kernels.table_length(len(buffers), slots)
@@ -192,6 +193,7 @@ class PagePool:
                 page_bytes=self.page_bytes,
                 number=number,
                 moves=moves,
+                programs=few,
             )
             done = self.streams.event()
         if account is not None:
@@ -219,9 +221,9 @@ class PagePool:
         Each of ``destinations`` has the dtype that was stashed.  With ``leaving`` there may be
         moves to be made behind the event.
         """
-        memory = launch.memory
-        moves = None
-        if leaving:
+        memory, moves = launch.memory, None
+        few = None if launch.account is None else launch.account.programs
+        if leaving and few is None:
             slots = self.pages_of([(d.nbytes, d.dtype) for d in destinations])
             moves = self._new_moves(slots)
         # The destinations may be memory that what computes has let go, and is still using.
@@ -236,13 +238,14 @@ class PagePool:
                 buffers=launch.buffers,
                 page_bytes=self.page_bytes,
                 moves=moves,
+                programs=few,
             )
             done = self.streams.event()
         launch.reads.append(done)
         return done, moves
 
     def finish(self, launch: Launch, moves: Moves, stream: Stream, *, after: Event) -> Event:
-        """Make what is left of a launch's moves, where matmuls made the others, behind ``after``."""
+        """Make what is left of a launch's moves, of which matmuls made some, behind ``after``."""
         if after is not None:
             self.streams.wait(after, stream)
         with self.streams.on(stream):
@@ -321,9 +324,7 @@ class PagePool:
         if self.sizing is None or self.is_fixed:
             return
         self._give_back()
-        if not self.is_empty():
-            return
-        if self.streams.is_capturing():
+        if not self.is_empty() or self.streams.is_capturing():
             return
         need = self._need.after_round(self.sizing, self.memory.state, self.streams)
         if need is None:

@@ -106,6 +106,7 @@ def stash_pages(
     page_bytes: int,
     number: int,
     moves: Moves | None = None,
+    programs: int | None = None,
 ) -> None:
     """Put the valid prefix of each source into pages, and write down where.
 
@@ -121,6 +122,7 @@ def stash_pages(
         page_bytes: A power of two.
         number: What an overflow is reported as.
         moves: Written; a GPU may leave whole pages of large buffers to it.
+        programs: At most so many of 16 warps make the copies of a GPU; None for the fastest.
     """
     valid = [
         source[: min(max(int(count), 0), source.numel() // width) * width]
@@ -206,6 +208,7 @@ def restore_pages(
     buffers: int,
     page_bytes: int,
     moves: Moves | None = None,
+    programs: int | None = None,
 ) -> None:
     """Bring the valid prefix of some buffers of a launch back; the pages keep it.
 
@@ -216,6 +219,7 @@ def restore_pages(
         places: Which buffer of the launch each of them is.
         buffers: B, how many buffers the launch had.
         moves: Written; a GPU may leave whole pages of large buffers to it.
+        programs: At most so many of 16 warps make the copies of a GPU; None for the fastest.
     """
     _leave_nothing(moves)
     entries: list[int] = table[: TABLE_HEADER + 2 * buffers].tolist()
