@@ -54,7 +54,9 @@ class Launcher:
         ]
         key = (device, *kinds, *constants.items())
         known = self._known.get(key)
-        if known is None or _are_watched():
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        is_watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if known is None or is_watched:
             self._known[key] = self._ask(programs, args, constants)
             return
         compiled, last = known
@@ -81,9 +83,3 @@ def _kind(value: Any) -> Any:
         return tuple(map(_kind, value))
     # A descriptor says it; what is left is None or a constant.
     return getattr(value, "kind", value)
-
-
-def _are_watched() -> bool:
-    """Does a profiler of Triton want to be told of each launch?"""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)

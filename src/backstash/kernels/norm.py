@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import unit_columns
+from backstash.kernels.launches import Launcher
 from backstash.kernels.reference import norm as reference
 from backstash.kernels.reference.norm import check_norm, check_norm_gradient
+from backstash.kernels.sizes import next_power_of_2
 
 _PROGRAMS = 1024
 
@@ -96,6 +98,10 @@ def _norm_backward_kernel(
         tl.store(p_dbias + i_program * columns + i_column, dbias, mask=mask)
 
 
+_norm = Launcher(_norm_kernel)
+_norm_backward = Launcher(_norm_backward_kernel)
+
+
 def layer_norm(
     x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +154,8 @@ def _forward(
     y_TH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
     rstd_T = _statistic(x_TH)
     if rows and columns:
-        _norm_kernel[(rows,)](
+        _norm(
+            rows,
             x_TH,
             weight_H.contiguous(),
             None if bias_H is None else bias_H.contiguous(),
@@ -176,7 +183,8 @@ def _backward(
     dx_TH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
     dweight_PH = _sums(x_TH)
     if rows and columns:
-        _norm_backward_kernel[(len(dweight_PH),)](
+        _norm_backward(
+            dweight_PH.shape[0],
             dy_TH,
             x_TH,
             weight_H.contiguous(),
@@ -195,17 +203,17 @@ def _backward(
 
 
 def _statistic(x_TH: Tensor) -> Tensor:
-    return torch.empty(len(x_TH), dtype=torch.float32, device=x_TH.device)
+    return torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
 
 
 def _sums(x_TH: Tensor) -> Tensor:
     """Room for each program's sum over its rows; without rows there is no program."""
-    programs = min(_PROGRAMS, len(x_TH)) if x_TH.shape[1] else 0
+    programs = min(_PROGRAMS, x_TH.shape[0]) if x_TH.shape[1] else 0
     return torch.empty(programs, x_TH.shape[1], dtype=torch.float32, device=x_TH.device)
 
 
 def _tile(x_TH: Tensor) -> dict[str, Any]:
-    BH = triton.next_power_of_2(x_TH.shape[1])
+    BH = next_power_of_2(x_TH.shape[1])
     return {
         "BH": BH,
         # About sixteen values a thread.
