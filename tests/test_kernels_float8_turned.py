@@ -43,3 +43,17 @@ def test_rows_and_turned_columns_are_those_of_two_quantizations(
         assert torch.equal(found.scale_inv, columns_scale_inv)
         end = int(padded_G[-1])
         assert torch.equal(found.codes.view(torch.uint8)[:, :end], wanted[:, :end])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_weight_is_groups_of_as_many_rows(code: torch.dtype, options: dict[str, Any]) -> None:
+    w = torch.randn(3, 32, 24)
+    w[1, 4, 5] = float("nan")
+    codes, scale_inv = kernels.quantize_float8_weight(w, code, **options)
+    ends_G = torch.tensor([32, 64, 96])
+    turned, wanted, _ = kernels.quantize_float8_turned(w.flatten(0, 1), code, ends_G, **options)
+    right = turned[:, :96].unflatten(1, (3, 32)).transpose(0, 1)
+    assert codes.is_contiguous()
+    assert torch.equal(codes.view(torch.uint8), right.contiguous().view(torch.uint8))
+    assert torch.equal(scale_inv, wanted)

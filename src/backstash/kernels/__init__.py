@@ -64,6 +64,7 @@ from backstash.kernels.reference.float8_turned import (
     Turned,
     quantize_float8_rows_and_turned,
     quantize_float8_turned,
+    quantize_float8_weight,
 )
 from backstash.kernels.reference.gathered_mm import (
     gathered_mm,
@@ -198,6 +199,7 @@ quantize_float8_rows_and_turned = by_device(
     quantize_float8_rows_and_turned, "float8_turned", FLOAT8_GPU
 )
 quantize_float8_turned = by_device(quantize_float8_turned, "float8_turned", FLOAT8_GPU)
+quantize_float8_weight = by_device(quantize_float8_weight, "float8_weights", FLOAT8_GPU)
 quantize_mx_both = by_device(quantize_mx_both, "cast", FLOAT8_GPU)
 quantize_mx_columns = by_device(quantize_mx_columns, "cast", FLOAT8_GPU)
 quantize_mx_rows = by_device(quantize_mx_rows, "cast", FLOAT8_GPU)
@@ -312,6 +314,7 @@ __all__ = [
     "quantize_float8_rows",
     "quantize_float8_rows_and_turned",
     "quantize_float8_turned",
+    "quantize_float8_weight",
     "quantize_mx_both",
     "quantize_mx_columns",
     "quantize_mx_rows",

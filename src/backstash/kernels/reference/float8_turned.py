@@ -4,7 +4,7 @@ Columns that are saved keep the matrix's own order, so that their valid rows are
 gradient is read by its two products and gone: its columns may be written the way the weight
 gradient reads them, which spares a pass over the codes, and in the same pass as its rows.
 
-Letters: T rows of the buffer, K columns, G groups, P columns with padding.
+Letters: T rows of the buffer, K columns, G groups, P columns with padding, N rows of a weight.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from backstash.kernels.reference.blocks import row_amax, saturating_codes
+from backstash.kernels.reference.cast import scale_from_amax
 from backstash.kernels.reference.float8_mm import transpose_groups
 from backstash.kernels.reference.float8_rowwise import (
     quantize_float8_columns,
@@ -71,3 +73,22 @@ def quantize_float8_rows_and_turned(
     codes_TK, scale_inv_T1 = quantize_float8_rows(x_TK, code_dtype, **options)
     turned = quantize_float8_turned(x_TK, code_dtype, ends_G, **options)
     return (codes_TK, scale_inv_T1), turned
+
+
+def quantize_float8_weight(
+    w_GNK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The columns of each expert's weight as rows, with a scale for each.
+
+    Returns:
+        Codes ``(G, K, N)`` and inverse scales ``(G, K)``: those of ``quantize_float8_columns``
+        where each expert's rows are a group, turned.
+    """
+    scale_GK = scale_from_amax(
+        row_amax(w_GNK.mT.flatten(0, 1)).view(len(w_GNK), w_GNK.shape[2]),
+        largest=torch.finfo(code_dtype).max,
+        epsilon=epsilon,
+        power_of_two=power_of_two,
+    )
+    codes = saturating_codes(w_GNK.mT.float() * scale_GK.unsqueeze(2), code_dtype)
+    return codes.view(code_dtype).contiguous(), torch.ones_like(scale_GK) / scale_GK

@@ -1,0 +1,44 @@
+"""Columns of weights on a GPU against the reference on the CPU, byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from backstash import kernels
+from host_reads import no_host_reads
+from quantizer_cases import by_dtype, by_special, special_matrix
+from twin_cases import assert_twin_bytes
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SIZES = [(1, 16, 16), (3, 130, 72), (5, 768, 300), (2, 1, 1), (4, 0, 32), (0, 16, 16)]
+
+
+def check(w: torch.Tensor, code: torch.dtype = E4M3, **options: Any) -> None:
+    wanted = kernels.quantize_float8_weight(w, code, **options)
+    with no_host_reads():
+        found = kernels.quantize_float8_weight(w.cuda(non_blocking=True), code, **options)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype is other.dtype
+        both = (
+            part if part.dtype is torch.float32 else part.view(torch.uint8) for part in (one, other)
+        )
+        assert_twin_bytes(*both)
+
+
+@by_dtype
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+def test_weights_are_the_references(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check(torch.randn(size).to(dtype))
+
+
+@by_special
+@pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
+def test_special_values_are_the_references(special: list[float], code: torch.dtype) -> None:
+    w = special_matrix(special).unsqueeze(0)
+    check(w, code)
+    check(w, code, power_of_two=True)
+    check(w, code, epsilon=1e-3)
