@@ -109,13 +109,17 @@ def case_of_norms() -> None:
 def case_of_routing() -> None:
     logits = torch.randn(23, 6)
     expert = check("routing", "top_experts", logits.sigmoid(), None, 2)
-    check("routing", "count_experts", expert, 6)
     prob = check("routing", "weigh_experts", logits, expert)
     check("routing", "weigh_experts_backward", torch.randn_like(prob), prob, expert, 6)
     check("routing", "bfloat16_parts", whole(5, 6))
-    source, slots, _ = check("routing", "sort_by_expert", expert, 6)
+    tally, wanted = both("sorting", "count_experts", expert, 6)
+    assert_close(tally.counts_E, wanted.counts_E)
+    got, (source, slots, _) = both("sorting", "sort_by_expert", expert, 4, 1, tally, rows=50)
+    assert_close(got, kernels.sort_by_expert(expert, 4, 1, rows=50))
     rows = check("permutation", "permute", whole(23, WIDTH), source)
     check("permutation", "unpermute", rows, slots)
+    of_rows = check("row_weights", "weights_to_rows", prob, slots, 40)
+    check("row_weights", "weights_to_copies", of_rows, slots, torch.tensor([30]))
 
 
 def case_of_groups() -> None:
@@ -126,6 +130,11 @@ def case_of_groups() -> None:
     check("grouped_matmul", "group_sum", x, ends())
     check("grouped_matmul", "add_group_bias", dy.clone(), whole(4, 32), ends())
     check("group_ends", "fit_groups", torch.tensor(COUNTS), ROWS)
+    tables, ends_G = importlib.import_module("backstash.kernels.tables"), ends()
+    wanted = tables.row_table(ends_G, ROWS, 32)[:, :3], tables.column_table(ends_G, ROWS)
+    with kernels.sharing_tables(ends_G, row_products=1, column_products=1):
+        got = tables.row_table(ends_G, ROWS, 32)[:, :3], tables.column_table(ends_G, ROWS)
+    assert_close(got, wanted)
 
 
 def case_of_codes_turned() -> None:
