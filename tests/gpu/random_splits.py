@@ -60,6 +60,13 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
     kernels.transpose_codes(codes.view(torch.float4_e2m1fn_x2))
     kernels.transpose_groups(codes, ends)
     kernels.quantize_float8_rows_and_turned(x, code, ends)
+    source = torch.randint(0, len(x), (len(x),), device="cuda")
+    kernels.quantize_float8_turned(x, code, ends, source)
+    kernels.quantize_float8_weight(x.unsqueeze(0), code)
+    scaling, prob = kernels.Scaling(code), torch.rand(len(x), device="cuda")
+    h, da = x[:, : x.shape[1] // 2 * 2].bfloat16(), x[:, : x.shape[1] // 2].bfloat16()
+    kernels.activate_float8(h, prob, "swiglu", scaling, ends)
+    kernels.activate_backward_float8(da, h, prob, "swiglu", ends, (scaling, scaling))
     kernels.add_group_bias(x, torch.zeros(groups, x.shape[1], device="cuda"), ends)
     kernels.group_sum(x, ends)
 
