@@ -12,10 +12,13 @@ from backstash.formats import MXFP8
 from backstash.weights.home import Home
 
 HOME, AWAY = "home", "away"
+GPU = torch.device("cuda", 0)
 
 
 class Lane:
     """A stream that writes down whom it waits for."""
+
+    device = GPU
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -28,10 +31,9 @@ class Lane:
 class Buffer:
     """A tensor on a GPU, as far as it is asked here."""
 
-    is_cuda = True
-
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: list[str], device: torch.device = GPU) -> None:
         self.name = name
+        self.device = device
         self._log = log
 
     def record_stream(self, stream: Lane) -> None:
@@ -48,7 +50,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.lanes[self.now])
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         self.home = Home()
-        self.home.settle(torch.device("cuda", 0))
+        self.home.settle(GPU)
 
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Any:
@@ -56,8 +58,8 @@ class Gpu:
         yield
         self.now = before
 
-    def buffer(self, name: str) -> Any:
-        return Buffer(name, self.log)
+    def buffer(self, name: str, device: torch.device = GPU) -> Any:
+        return Buffer(name, self.log, device)
 
 
 @pytest.fixture
@@ -78,6 +80,13 @@ def test_who_works_elsewhere_is_waited_for_and_waits(gpu: Gpu) -> None:
         "weight is used away",
         "away waits for home",
     ]
+
+
+def test_memory_of_another_device_has_nothing_to_do_with_these_streams(gpu: Gpu) -> None:
+    gpu.now = AWAY
+    with gpu.home.visit() as visit:
+        visit.take([gpu.buffer("weight", torch.device("cuda", 1)), torch.ones(1)])
+    assert gpu.log == ["home waits for away", "away waits for home"]
 
 
 def test_at_home_nothing_is_done(gpu: Gpu) -> None:

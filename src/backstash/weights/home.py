@@ -92,5 +92,5 @@ def _mark(tensors: Sequence[Tensor | None], stream: Any) -> None:
     for tensor in tensors:
         whole = tensor.buffers.values() if isinstance(tensor, QuantizedTensor) else (tensor,)
         for buffer in whole:
-            if buffer is not None and buffer.is_cuda:
+            if buffer is not None and buffer.device == stream.device:
                 buffer.record_stream(stream)
