@@ -21,9 +21,13 @@ from backstash.kernels.reference.grouped_mm import check_grouped, check_grouped_
 from backstash.kernels.reference.paged_rows import PagedRows
 
 try:
-    from backstash.kernels.gathered_columns import Copies, multiply_gathered_columns
+    from backstash.kernels.gathered_columns import (
+        CHUNK,
+        Copies,
+        multiply_gathered_columns,
+        multiply_paged_columns,
+    )
     from backstash.kernels.gathered_rows import multiply_gathered_rows
-    from backstash.kernels.paged_columns import CHUNK, multiply_paged_columns
     from backstash.kernels.warpgroups import DTYPES, aligned, is_aligned
 except (ImportError, AttributeError):
     # Gluon is new in Triton and still changes its names.
