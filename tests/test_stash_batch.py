@@ -34,7 +34,7 @@ def test_the_originals_are_there_until_the_copies_have_landed() -> None:
     assert batch.state is BatchState.OPEN
     assert batch.original(1) is not None
     with memory.turn():
-        batch.close()
+        batch.close(is_sent=True)
         batch.send()
     assert batch.state is BatchState.COPYING
     assert batch.original(1) is not None
@@ -52,7 +52,7 @@ def test_a_batch_that_goes_gives_back_what_it_reserved(sent: bool) -> None:
     batch, kept = batch_of(memory, torch.randn(10, 64))
     if sent:
         with memory.turn():
-            batch.close()
+            batch.close(is_sent=True)
             batch.send()
     assert not memory.is_empty()
     del batch, kept
@@ -64,7 +64,7 @@ def test_a_change_before_the_copy_has_landed_is_noticed(landed: bool) -> None:
     memory, x = pool(), torch.randn(10, 64)
     batch, _ = batch_of(memory, x)
     with memory.turn():
-        batch.close()
+        batch.close(is_sent=True)
         batch.send()
     x.add_(1)
     if landed:
@@ -78,7 +78,7 @@ def test_a_change_after_the_copy_has_landed_does_not_matter() -> None:
     memory, x = pool(), torch.randn(10, 64)
     batch, _ = batch_of(memory, x)
     with memory.turn():
-        batch.close()
+        batch.close(is_sent=True)
         batch.send()
         batch.land()
     x.add_(1)

@@ -119,16 +119,19 @@ class Traced:
             plain["stash_pages"](sources, rows, *rest, **key)
             for tensor in rows:
                 self.touch(tensor, "read")
+            self.lanes.touch(("table", rest[1].data_ptr()), "write")
             self.make_or_leave(sources, "read", rest[1], len(sources), key["moves"])
 
         def restore_pages(targets: Any, places: Any, table: Tensor, *rest: Any, **key: Any) -> None:
             plain["restore_pages"](targets, places, table, *rest, **key)
+            self.lanes.touch(("table", table.data_ptr()), "read")
             self.make_or_leave(targets, "write", table, key["buffers"], key["moves"])
 
         def release_pages(tables: list[Tensor], *rest: Any, **key: Any) -> None:
             # Given back, a page may be written by the next launch: that is what is checked.
             for table, buffers in zip(tables, key["buffers"], strict=True):
                 self.touch_pages(table, buffers, "write")
+                self.lanes.touch(("table", table.data_ptr()), "read")
             release(tables, *rest, **key)
 
         def finish_moves(moves: kernels.Moves) -> None:
@@ -146,6 +149,7 @@ class Traced:
         def page_values(paged: kernels.PagedRows) -> Tensor:
             """What an operation does that reads pages, in the lane in force."""
             self.touch_pages(paged.table, paged.buffers, "read")
+            self.lanes.touch(("table", paged.table.data_ptr()), "read")
             self.in_place += 1
             return values_of(paged)
 

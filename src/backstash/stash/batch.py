@@ -131,11 +131,14 @@ class Batch:
         """Are its bytes those that were saved, and not compressed?"""
         return self.packed[slot] is torch.uint8
 
-    def close(self) -> None:
-        """All buffers are there, as soon as what has been launched so far is done."""
+    def close(self, *, is_sent: bool) -> None:
+        """All buffers are there, as soon as what has been launched so far is done.
+
+        What is sent now is copied behind all that; else a mark is left for later.
+        """
         streams = self.pool.streams
-        self.stream, self.complete = streams.here(), streams.event()
-        self.captured = streams.is_capturing()
+        self.stream, self.captured = streams.here(), streams.is_capturing()
+        self.complete = None if is_sent else streams.event()
 
     def send(self, *, lands_at: float = math.inf, leaving: bool = False) -> None:
         """Copy the originals of a closed batch into pages, inside the pool's turn.

@@ -59,19 +59,18 @@ class Departures:
     def wait(self, batch: Batch) -> None:
         """Leave a complete batch where it is for now."""
         self._come(batch)
-        batch.close()
+        batch.close(is_sent=False)
         self._waiting.append(weakref.ref(batch))
 
     def leave(self, batch: Batch) -> None:
         """Let the next matmuls move a complete batch."""
         self._come(batch)
-        # Behind what has just landed: its list of moves may be where that of this one will be.
-        batch.close()
+        batch.close(is_sent=True)
         self._send(batch, leaving=True)
 
     def send(self, batch: Batch) -> None:
         """Copy a complete batch at once."""
-        batch.close()
+        batch.close(is_sent=True)
         self._send(batch, lands_at=self.offers + _OFFERS_UNTIL_LANDING)
 
     def send_all(self, *, but: Collection[int] = ()) -> None:
