@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from backstash import kernels
 from backstash.kernels import Moves, PoolState
+from backstash.stash import PagePool
+from backstash.stash.launch import Buffer, Launch
 from pages_cases import Held, Pool, check_restored, gpu_pool, random_bytes
 
 pytestmark = pytest.mark.gpu
@@ -155,3 +159,25 @@ def test_without_room_nothing_is_left_and_zeros_come_back() -> None:
     )
     pool.make(moves)
     assert not buffer.any()
+
+
+def test_the_list_of_moves_is_written_behind_what_fills_its_memory() -> None:
+    """Deterministic mode fills fresh memory on the stream that computes, which may be behind."""
+    pool = PagePool(16 * 2**20, device=GPU, page_bytes=65536)
+    source = random_bytes(2**22, 0, GPU)
+    tickets = len(source) // importlib.import_module("backstash.kernels.moves").TICKET_BYTES
+
+    def leave(cycles: int) -> Launch:
+        complete = pool.streams.event()
+        torch.cuda._sleep(cycles)
+        with pool.turn():
+            buffer = Buffer(source, pool.one_row, len(source))
+            return pool.stash([buffer], None, 0, after=complete, leaving=True)
+
+    # The first one compiles, and that takes longer than anything waits.
+    for cycles in (1, 10**8):
+        launch = leave(cycles)
+        torch.cuda.synchronize()
+        assert launch.moves is not None
+        assert launch.moves.list_N[:2].tolist() == [0, tickets]
+        pool.drop(launch)
