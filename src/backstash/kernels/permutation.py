@@ -25,8 +25,8 @@ from backstash.kernels.reference.permute import check_permute, check_unpermute
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _COLUMNS = 1024
-# Rows of a tile of copies, and at most so many bytes and columns of them.
-_ROWS = 16
+# Rows of a tile of copies, and at most so many bytes and columns of them; of narrow rows more.
+_ROWS, _MOST_ROWS = 16, 64
 _STRIP_BYTES, _STRIP_COLUMNS = 512, 256
 
 
@@ -90,8 +90,9 @@ def permute(x_TH: Tensor, source_R: Tensor) -> Tensor:
     rows, columns = source_R.shape[0], x_TH.shape[1]
     x_RH = torch.empty(rows, columns, dtype=x_TH.dtype, device=x_TH.device)
     most = min(_STRIP_COLUMNS, _STRIP_BYTES // x_TH.itemsize)
-    tile: dict[str, Any] = {"BR": _ROWS, "BH": _width(columns, most)}
-    programs = ceil_div(rows, _ROWS) * ceil_div(columns, tile["BH"])
+    width = _width(columns, most)
+    tile: dict[str, Any] = {"BR": min(_MOST_ROWS, _ROWS * most // width), "BH": width}
+    programs = ceil_div(rows, tile["BR"]) * ceil_div(columns, width)
     if programs:
         _copy_rows(
             programs, x_TH, source_R.contiguous(), x_RH, rows, columns, x_TH.stride(0), **tile
