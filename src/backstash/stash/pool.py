@@ -176,7 +176,8 @@ class PagePool:
         slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
         few = None if account is None else account.programs
         moves = self._new_moves(slots) if leaving and few is None else None
-        behind = self.streams.here() if after is None else after
+        # A list of moves may be memory that what computes has still to fill, or to let go.
+        behind = self.streams.here() if after is None or moves is not None else after
         with self.streams.outward([behind]):
             length = kernels.table_length(len(buffers), slots)
             table = torch.empty(length, dtype=torch.int64, device=self.device)
