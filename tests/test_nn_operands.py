@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_each_row_of_a_weight_has_a_scale(format: bs.Format) -> None:
         values = codes.float() * scale_inv.unsqueeze(2)
         wanted = q.dequantize()
         assert torch.equal(values, wanted if usage is bs.Usage.ROWWISE else wanted.mT)
+
+
+def test_a_weight_is_turned_as_groups_of_as_many_rows_are() -> None:
+    ends_G = torch.tensor([32, 64, 96], dtype=torch.int32)
+    columns = operands.columns_of(bs.FLOAT8_ROWWISE, torch.randn(96, 48), ends_G)
+    assert columns is not None
+    weight = columns.view(torch.Size((3, 32, 48)))
+    codes, scale_inv = operands.grouped_weight(weight, bs.Usage.COLUMNWISE)
+    ready = dataclasses.replace(weight, ready=columns.turned())
+    turned, wanted = operands.grouped_weight(ready, bs.Usage.COLUMNWISE)
+    assert codes.shape == (3, 48, 32)
+    assert torch.equal(codes.float(), turned.float())
+    assert torch.equal(scale_inv, wanted)
 
 
 def test_tiles_are_given_as_tiles_and_only_columns_are_rotated() -> None:

@@ -94,6 +94,21 @@ class Columns:
             power_of_two=self.format.power_of_two,
         )
 
+    def of_weight(self) -> Scaled:
+        """The columns of a weight as rows: ``(G, K, N)``."""
+        if self.values is None or self.ready is not None:
+            # All groups have N rows, a multiple of the unit: nothing is padded between them.
+            G, N, _ = self.shape
+            codes, scale_inv, _ = self.turned()
+            return Scaled(codes[:, : G * N].unflatten(1, (G, N)).transpose(0, 1), scale_inv)
+        codes, scale_inv = kernels.quantize_float8_weight(
+            self.values.view(self.shape),
+            self.format.code.dtype,
+            epsilon=self.format.epsilon,
+            power_of_two=self.format.power_of_two,
+        )
+        return Scaled(codes, scale_inv)
+
     def _turned_back(self) -> Tensor:
         """What is ready in the matrix's own order: of nothing else are there any codes."""
         turned_KP, scale_inv, padded_G = self.turned()
@@ -202,10 +217,7 @@ def grouped_rows(operand: Tensor, ends_G: Tensor) -> Scaled:
 def grouped_weight(operand: Tensor | Columns, usage: Usage) -> Scaled:
     """Each group's weight with what is added up over last, and an inverse scale for each row."""
     if isinstance(operand, Columns):
-        # All groups have N rows, a multiple of the unit: nothing is padded between them.
-        G, N, _ = operand.shape
-        codes, scale_inv, _ = operand.turned()
-        return Scaled(codes[:, : G * N].unflatten(1, (G, N)).transpose(0, 1), scale_inv)
+        return operand.of_weight()
     codes, scale_inv = scaled(operand, usage)
     if usage is Usage.COLUMNWISE:
         codes = kernels.transpose_codes(codes)
