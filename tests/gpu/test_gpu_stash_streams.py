@@ -87,3 +87,18 @@ def test_a_capture_is_noticed_on_the_stream_in_force(lanes: SideLanes) -> None:
         assert lanes.is_capturing()
         torch.zeros(1, device="cuda")
     assert not lanes.is_capturing()
+
+
+def test_memory_of_the_host_is_kept_until_what_was_launched_is_done(lanes: SideLanes) -> None:
+    page = torch.ones(1 << 20, dtype=torch.uint8, pin_memory=True)
+    address, seen = page.data_ptr(), torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    with lanes.outward([]):
+        torch.cuda._sleep(CYCLES)
+    lanes.hold(page)
+    del page
+    others = [torch.zeros(1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(3)]
+    assert address not in [other.data_ptr() for other in others]
+    torch.cuda.synchronize()
+    lanes.hold(seen)
+    assert len(lanes._held) == 3

@@ -120,11 +120,9 @@ class PagePool:
 
     def settle(self) -> None:
         """Give back what was dropped, unless someone is at it already."""
-        while (
-            self._dropped
-            and self._dropped.has_some(capturing=self.streams.is_capturing())
-            and self._lock.acquire(blocking=False)
-        ):
+        while self._dropped and self._dropped.has_some(capturing=self.streams.is_capturing()):
+            if not self._lock.acquire(blocking=False):
+                return
             try:
                 self._give_back()
             finally:
@@ -373,6 +371,7 @@ class PagePool:
         before, host_size = self.device_size, self.host_size
         # The old memory goes first, behind whatever still reads it: both need not fit at once.
         self.streams.join()
+        self.streams.hold(self.memory.host_pages, self.memory.ledger.receipts)
         del self.memory
         try:
             self.memory = self._allocate(device_size, host_size)

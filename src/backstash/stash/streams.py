@@ -70,6 +70,10 @@ class Streams(abc.ABC):
     def join(self) -> None:
         """Let the stream that computes go on only behind both lanes."""
 
+    @abc.abstractmethod
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep memory of the host, which no stream orders, until what was launched is done."""
+
 
 _ANYWHERE = contextlib.nullcontext()
 
@@ -110,6 +114,9 @@ class OneLane(Streams):
     def join(self) -> None:
         return None
 
+    def hold(self, *tensors: Tensor) -> None:
+        return None
+
 
 class _Launching(contextlib.AbstractContextManager[None]):
     """Launch on a stream of the current device, then on the one before again.
@@ -139,6 +146,7 @@ class SideLanes(Streams):
         self._index = device.index
         # A stream of torch for each that it has: which one is asked many times a layer.
         self._known: dict[int, torch.cuda.Stream] = {}
+        self._held: list[tuple[Event, tuple[Tensor, ...]]] = []
         # Blocks of a copy go before those of a matmul that would fill the device for long.
         self._out = torch.cuda.Stream(device, priority=-1)
         self._in = torch.cuda.Stream(device, priority=-1)
@@ -202,6 +210,10 @@ class SideLanes(Streams):
             # A lane that a capture has not used yet is no part of it until it waits itself.
             lane.wait_stream(here)
             here.wait_stream(lane)
+
+    def hold(self, *tensors: Tensor) -> None:
+        self._held = [held for held in self._held if not self.has_passed(held[0])]
+        self._held += [(self.event(lane), tensors) for lane in (self._out, self._in, self.here())]
 
 
 def streams_of(device: torch.device) -> Streams:
