@@ -49,6 +49,8 @@ class Launcher:
             if type(value) is Tensor
             else (value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE)
             if type(value) is int
+            else None
+            if value is None
             else _kind(value)
             for value in args
         ]
@@ -73,6 +75,9 @@ class Launcher:
 
 def _kind(value: Any) -> Any:
     """What a kernel may be compiled for."""
+    # A descriptor says it.
+    if (kind := getattr(value, "kind", None)) is not None:
+        return kind
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0
     if type(value) is int:
@@ -81,5 +86,5 @@ def _kind(value: Any) -> Any:
         return float
     if type(value) is tuple:
         return tuple(map(_kind, value))
-    # A descriptor says it; what is left is None or a constant.
-    return getattr(value, "kind", value)
+    # None, or a constant.
+    return value
