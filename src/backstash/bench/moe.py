@@ -95,6 +95,14 @@ SHAPES: Mapping[str, Sequence[Shape]] = {
             ffn=256,
             dtype=torch.bfloat16,
         ),
+        # A step of this one takes as long as the host takes to launch it.
+        Shape(
+            name="small",
+            load=Load(tokens=1024, experts=16, top_k=4, ranks=4),
+            hidden=256,
+            ffn=128,
+            dtype=torch.bfloat16,
+        ),
     ),
 }
 # Of the first shape on a GPU with a balanced load; elsewhere nothing is promised.
