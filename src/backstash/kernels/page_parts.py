@@ -22,6 +22,24 @@ import triton.language as tl
 from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_of
 from backstash.kernels.free_pages import find_page, next_part
 
+LINE = tl.constexpr(128)
+#: Can memory be asked for what is loaded later?  An interpreter has no such instruction.
+AHEAD = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def fetch_ahead(p_part, is_there, PART: tl.constexpr):
+    """Ask memory for a part of a buffer of bytes, so that it is in the cache when it is loaded."""
+    if is_there:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [p_part + tl.arange(0, PART // LINE) * LINE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
 
 @triton.jit
 def part_in(

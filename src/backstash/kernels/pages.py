@@ -43,7 +43,7 @@ from backstash.kernels.free_pages import (
 )
 from backstash.kernels.launches import Launcher
 from backstash.kernels.moves import begin_moves, page_of, write_moves
-from backstash.kernels.page_parts import part_in, part_out
+from backstash.kernels.page_parts import AHEAD, LINE, fetch_ahead, part_in, part_out
 from backstash.kernels.page_shapes import LaunchShape
 from backstash.kernels.reference.moves import Moves
 from backstash.kernels.reference.pages import MOST_RELEASED
@@ -207,6 +207,12 @@ def _stash(
     LEFT: tl.constexpr,
     ASK: tl.constexpr,
 ):
+    is_bytes: tl.constexpr = WORDS and p_sources[0].dtype.element_ty == tl.uint8
+    if AHEAD and is_bytes and LEFT[0] == 0 and PARTS[0] >= LINE:
+        # A program's first part is known before the counts are, if it is in the first buffer.
+        end = (tl.program_id(0) + 1).to(tl.int64) * PARTS[0]
+        is_there = end <= read_number(capacity_rows[0]) * read_number(widths[0])
+        fetch_ahead(p_sources[0] + end - PARTS[0], is_there, PARTS[0])
     head_device, head_host, free_device, free_host = read_pool(p_state)
     # Numbers of pages and parts fit into 32 bits, which halves what a loop keeps in registers.
     total = 0
