@@ -54,8 +54,7 @@ def test_the_first_launch_is_tritons_own_and_the_next_is_of_what_it_compiled(ker
     assert kernel.asked == [((7,), (X, 32), {"C": 5, "B": 3, "num_warps": 4})]
     ((*first, x, n, block, c),) = kernel.launched
     assert first == [9, 1, 1, STREAM, "function", "metadata", None, None, None]
-    assert x is y
-    assert (n, block, c) == (48, 3, 5)
+    assert (x, n, block, c) == (y.data_ptr(), 48, 3, 5)
 
 
 OTHERS = {
@@ -93,6 +92,25 @@ def test_of_a_tuple_each_is_looked_at(kernel):
     assert len(kernel.asked) == 4
     launch(1, (X, X), (33, 2**40), B=3, C=0)
     assert len(kernel.asked) == 5
+    launch(1, (X, X), (33, 33), B=3, C=0)
+    assert kernel.launched[-1][-4:-2] == ((X.data_ptr(), X.data_ptr()), (33, 33))
+
+
+def test_a_parameter_is_a_tensor_like_any_other(kernel):
+    launch = Launcher(kernel)
+    for x in (X, torch.nn.Parameter(X), X):
+        launch(1, x, 32, B=3, C=0)
+    assert len(kernel.asked) == 1
+    assert [args[-4] for args in kernel.launched] == [X.data_ptr()] * 2
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_the_host_is_refused_also_after_one_on_the_gpu():
+    permute = importlib.import_module("backstash.kernels.permutation").permute
+    x, source = torch.ones(4, 8, device="cuda"), torch.zeros(4, dtype=torch.int64)
+    assert permute(x, source.cuda()).eq(1).all()
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        permute(x, source)
 
 
 def test_what_says_its_kind_is_told_apart_by_it(kernel):

@@ -50,12 +50,12 @@ def choosing(
 
     @functools.wraps(reference)
     def operation(first: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Most calls are on the current device, and this runs at each of them.
-        if not torch.compiler.is_compiling() and type(first) in _PLAIN and first.is_cuda:
-            is_current = first.get_device() == current_gpu()
-            if is_current and capability(first.device) >= first_capability:
-                return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         x = first if isinstance(first, torch.Tensor) else first[0]
+        # Most calls are on the current device, and this runs at each of them.
+        if not torch.compiler.is_compiling() and type(x) in _PLAIN and x.is_cuda:
+            is_current = x.get_device() == current_gpu()
+            if is_current and capability(x.device) >= first_capability:
+                return twin(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         is_here = x.is_cuda and not _has_no_memory(x)
         if not is_here or capability(x.device) < first_capability:
             return reference(first, *args, **kwargs)  # pyright: ignore[reportCallIssue]

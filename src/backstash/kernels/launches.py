@@ -43,17 +43,7 @@ class Launcher:
             self.kernel[(programs,)](*args, **constants)
             return
         device = current_gpu()
-        # As _kind() says, without calls for nearly all of them: this runs at each launch.
-        kinds = [
-            (value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0)
-            if type(value) is Tensor
-            else (value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE)
-            if type(value) is int
-            else None
-            if value is None
-            else _kind(value)
-            for value in args
-        ]
+        kinds, given = _looked_at(args)
         key = (device, *kinds, *constants.items())
         known = self._known.get(key)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -65,7 +55,7 @@ class Launcher:
         active: Any = driver.active
         stream = active.get_current_stream(device)
         described = compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(programs, 1, 1, stream, *described, *args, *last)
+        compiled.run(programs, 1, 1, stream, *described, *given, *last)
 
     def _ask(self, programs: int, args: Any, constants: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Triton's own launch, and what it launched."""
@@ -73,18 +63,37 @@ class Launcher:
         return compiled, [constants[name] for name in self.kernel.arg_names[len(args) :]]
 
 
-def _kind(value: Any) -> Any:
-    """What a kernel may be compiled for."""
+def _looked_at(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """Of each argument what a kernel may be compiled for, and what the launch is given.
+
+    That is the address of a tensor: Triton would ask for it again, and the driver what it is.  One
+    that is not on a GPU is of another kind, which Triton refuses.
+    """
+    kinds: list[Any] = []
+    given: list[Any] = []
+    for value in args:
+        kind, mine = None, value
+        if type(value) is Tensor:
+            mine = value.data_ptr()
+            kind = value.dtype, mine % _ALIGNED_BYTES == 0, value.is_cuda
+        elif type(value) is int:
+            kind = value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE
+        elif value is not None:
+            kind, mine = _kind_of_others(value)
+        kinds.append(kind)
+        given.append(mine)
+    return kinds, given
+
+
+def _kind_of_others(value: Any) -> tuple[Any, Any]:
     # A descriptor says it.
     if (kind := getattr(value, "kind", None)) is not None:
-        return kind
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNED_BYTES == 0
-    if type(value) is int:
-        return value == 1, value % _WHOLE == 0, -_LARGE <= value < _LARGE
-    if type(value) is float:
-        return float
+        return kind, value
     if type(value) is tuple:
-        return tuple(map(_kind, value))
-    # None, or a constant.
-    return value
+        kinds, given = _looked_at(value)
+        return tuple(kinds), tuple(given)
+    if isinstance(value, Tensor):  # a parameter, say
+        address = value.data_ptr()
+        return (value.dtype, address % _ALIGNED_BYTES == 0, value.is_cuda), address
+    # Any float is like any other; what is left is a constant.
+    return (float if type(value) is float else value), value
