@@ -117,7 +117,9 @@ def forget_marks() -> None:
 def valid_rows(tensor: Tensor) -> Tensor | None:
     """The valid length that was marked for this buffer, or None."""
     once = _once.marks
-    if not (_MARKS or once) or not _has_rows(tensor):
+    if not (_MARKS or once) or (type(tensor) is not Tensor and not _has_rows(tensor)):
+        return None
+    if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
     entry = (once.get(id(storage)) if once else None) or _MARKS.get(id(storage))

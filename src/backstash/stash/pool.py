@@ -130,7 +130,7 @@ class PagePool:
 
     def pages_of(self, buffers: Iterable[tuple[int, torch.dtype]]) -> int:
         """Pages that buffers of so many bytes, packed as such a dtype, fill if all is valid."""
-        return sum(-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers)
+        return sum([-(-nbytes // payload_bytes(d, self.page_bytes)) for nbytes, d in buffers])
 
     def has_room(self, worst: int) -> bool:
         """Inside :meth:`turn`: is there room on the device, as far as the host knows by now?"""

@@ -131,6 +131,7 @@ class Stash:
         self.take = take
         self.tail = tail
         self.ahead = ahead
+        self._is_marked_only = take is Take.MARKED
         self._expected = _Expected()
         self._kept: weakref.WeakValueDictionary[tuple[Content, int | None], Kept]
         self._kept = weakref.WeakValueDictionary()
@@ -149,7 +150,8 @@ class Stash:
         offered: dict[Content, tuple[Tensor | None, Region]] = {}
         for tensor in tensors:
             rows = valid_rows(tensor)
-            region = self._region(tensor, rows)
+            # Most of what is saved is not marked.
+            region = None if rows is None and self._is_marked_only else self._region(tensor, rows)
             if region is not None:
                 offered.setdefault(self._content(region, rows), (rows, region))
         # Most nodes save nothing that is marked.
@@ -175,7 +177,7 @@ class Stash:
         departures.offers += 1
         # What is declined must cost next to nothing: most saved tensors are.
         region = content = None
-        if rows is not None or self.take is not Take.MARKED:
+        if rows is not None or not self._is_marked_only:
             one = self._expected.find(tensor, rows)
             if one is not None:
                 region, content = one.region, one.content
@@ -192,8 +194,6 @@ class Stash:
 
     def _region(self, tensor: Tensor, rows: Tensor | None) -> Region | None:
         """The bytes to take of a tensor, or None where it is not for this stash."""
-        if rows is None and self.take is Take.MARKED:
-            return None
         if tensor.device != self.pool.device or tensor.untyped_storage().nbytes() == 0:
             return None
         region = region_of(tensor, marked=rows is not None)
