@@ -20,6 +20,7 @@ import backstash
 from backstash import kernels
 from backstash.kernels import Blocks, Codes, Scaled, Scaling
 from interpreter import interpreted, run_interpreted
+from paged_cases import in_pages, new_pool
 from pages_cases import random_program
 
 # Numpy, which interprets, warns of a division by zero.
@@ -224,6 +225,16 @@ def case_of_products_on_codes() -> None:
 
 def case_of_pages() -> None:
     random_program(importlib.import_module("backstash.kernels.pages"), 5, 14, 64)
+
+
+def case_of_rows_in_pages() -> None:
+    valid, h, prob = ROWS - 5, whole(ROWS, 2 * 64) / 8, whole(ROWS) / 8
+    paged = in_pages(new_pool(150, 40, 512), valid, h, prob)
+    da = whole(ROWS, 64)
+    got, wanted = both("activation", "activate_backward", da, *paged, "swiglu")
+    assert_close([x[:valid] for x in got], [x[:valid] for x in wanted])
+    got = kernels.activate_backward(da, h, prob, "swiglu")
+    assert_close([x[:valid] for x in got], [x[:valid] for x in wanted])
 
 
 CASES: dict[str, Callable[[], None]] = {
