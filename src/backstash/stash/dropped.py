@@ -9,6 +9,9 @@ while it is recorded, and what was not waits until the recording is over.
 from __future__ import annotations
 
 import collections
+import contextlib
+import threading
+from collections.abc import Callable
 
 from backstash.kernels import MOST_RELEASED
 from backstash.stash.admission import Account
@@ -60,6 +63,30 @@ class Dropped:
     def forget_captured(self) -> None:
         """A graph that will never run has taken nothing."""
         self.take(capturing=True)
+
+
+class Turn(contextlib.AbstractContextManager[None]):
+    """One use of a pool alone, after which what was dropped meanwhile is given back, if it is due.
+
+    A class, because a layer has many and a generator is slow.
+    """
+
+    __slots__ = ("_dropped", "_give_back", "_lock")
+
+    def __init__(
+        self, lock: threading.Lock, dropped: Dropped, give_back: Callable[[], None]
+    ) -> None:
+        self._lock = lock
+        self._dropped = dropped
+        self._give_back = give_back
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+        if self._dropped.is_due():
+            self._give_back()
 
 
 def _is_captured(held: Holding) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -23,7 +24,7 @@ from backstash.errors import ConfigError
 from backstash.kernels import Moves, PoolState
 from backstash.nn.options import check_kind, check_sizes
 from backstash.stash.admission import Account, Policy
-from backstash.stash.dropped import Dropped
+from backstash.stash.dropped import Dropped, Turn
 from backstash.stash.launch import Buffer, Launch
 from backstash.stash.memory import Memory, pool_device
 from backstash.stash.packing import payload_bytes
@@ -104,6 +105,11 @@ class PagePool:
         pool._need.pages = estimate_bytes / page_bytes
         return pool
 
+    def __del__(self) -> None:
+        # What was launched may still write receipts, and read and write pages of the host.
+        if hasattr(self, "memory") and not sys.is_finalizing():
+            self.streams.hold(self.memory.host_pages, self.memory.ledger.receipts)
+
     @property
     def device_size(self) -> int:
         """Pages on the device."""
@@ -116,7 +122,7 @@ class PagePool:
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Use the pool alone; what was dropped meanwhile is given back after it, if it is due."""
-        return _Turn(self)
+        return Turn(self._lock, self._dropped, self.settle)
 
     def settle(self) -> None:
         """Give back what was dropped, unless someone is at it already."""
@@ -380,21 +386,3 @@ class PagePool:
             return False
         self.growths += device_size > before
         return True
-
-
-class _Turn(contextlib.AbstractContextManager[None]):
-    """One :meth:`PagePool.turn`; a class, because a layer has many and a generator is slow."""
-
-    __slots__ = ("_pool",)
-
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-
-    def __enter__(self) -> None:
-        self._pool._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        pool = self._pool
-        pool._lock.release()
-        if pool._dropped.is_due():
-            pool.settle()

@@ -146,7 +146,6 @@ class SideLanes(Streams):
         self._index = device.index
         # A stream of torch for each that it has: which one is asked many times a layer.
         self._known: dict[int, torch.cuda.Stream] = {}
-        self._held: list[tuple[Event, tuple[Tensor, ...]]] = []
         # Blocks of a copy go before those of a matmul that would fill the device for long.
         self._out = torch.cuda.Stream(device, priority=-1)
         self._in = torch.cuda.Stream(device, priority=-1)
@@ -212,8 +211,13 @@ class SideLanes(Streams):
             here.wait_stream(lane)
 
     def hold(self, *tensors: Tensor) -> None:
-        self._held = [held for held in self._held if not self.has_passed(held[0])]
-        self._held += [(self.event(lane), tensors) for lane in (self._out, self._in, self.here())]
+        """Copy a little of each: torch keeps pinned memory until copies of it are done."""
+        if self.is_capturing():
+            return
+        for stream in (self._out, self._in, self.here()):
+            with self.on(stream):
+                for tensor in tensors:
+                    tensor[:1].to(self.device, non_blocking=True)
 
 
 def streams_of(device: torch.device) -> Streams:
