@@ -89,9 +89,9 @@ def _shape_of(
     # At least a vector, or a few bytes, for each thread.
     least = footprint.warps * _WARP_BYTES
     part_bytes = footprint.part_bytes if in_words else least
-    # Less where there would not be enough for every program.
+    # Less where there would not be one for every program.
     total = sum(count * dtype.itemsize for dtype, count, _ in kinds)
-    while part_bytes > least and total < 4 * at_once * part_bytes:
+    while part_bytes > least and total < at_once * part_bytes:
         part_bytes //= 2
     parts = [_part(dtype, page_bytes, part_bytes) for dtype, _, _ in kinds]
     most = sum(ceil_div(count, part) for (_, count, _), part in zip(kinds, parts, strict=True))
