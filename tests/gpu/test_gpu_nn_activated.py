@@ -37,7 +37,7 @@ def step(layer: GroupedMLP, x: Tensor, prob: Tensor | None, dy: Tensor) -> list[
 
 def made(activation: str, *, bias: bool = False) -> tuple[GroupedMLP, Tensor, Tensor, Tensor]:
     new = {"device": "cuda", "dtype": torch.bfloat16}
-    layer = GroupedMLP(len(COUNTS), 64, 48, bias, activation=activation, **new)
+    layer = GroupedMLP(len(COUNTS), 64, 80, bias, activation=activation, **new)
     rows = sum(COUNTS) + 11
     x, dy = torch.randn(rows, 64, **new).requires_grad_(), torch.randn(rows, 64, **new)
     prob = torch.rand(rows, device="cuda").requires_grad_()

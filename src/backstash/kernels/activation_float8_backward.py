@@ -46,7 +46,7 @@ from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 from backstash.kernels.sizes import ceil_div
 
-_TILE: dict[str, Any] = {"B": BLOCK_ROWS, "BI": 64, "UNIT": FLOAT8_UNIT, "num_warps": 8}
+_TILE: dict[str, Any] = {"B": BLOCK_ROWS, "BI": 64, "UNIT": FLOAT8_UNIT, "num_warps": 16}
 
 
 @triton.jit

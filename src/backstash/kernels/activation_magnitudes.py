@@ -8,6 +8,9 @@ A program of this pass is one warp, so nothing in its loop waits for other warps
 largest magnitudes of its rows, two of 16 bits in a word, and writes them at its end; a small
 launch finds those of each group among them and makes the scales.
 
+A routing weight's gradient is added up in the order of ``activate_backward``, but for rows of up to
+64 columns or at odd addresses.
+
 Letters: T rows, F columns of the pre-activation, I columns of the activation (F = 2 I when
 gated, else F = I), G groups.
 """
@@ -93,8 +96,7 @@ def gradients_of(p_da, p_gate, p_up, prob, o_da, o_h, mask, CURVE: tl.constexpr)
 @triton.jit
 def words_of(x):
     """Neighbours of a row rounded to bfloat16, two in a word."""
-    pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
-    low, high = tl.split(pairs)
+    low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;",
         "=r,r,r",
@@ -151,8 +153,7 @@ def _amax_kernel(
         # The tail has no gradients; those of its routing weights are zeros, as many read them.
         if p_dprob is not None:
             i_row = first + tl.arange(0, R)
-            zeros = tl.zeros([R], p_dprob.dtype.element_ty)
-            tl.store(p_dprob + i_row, zeros, mask=i_row < end)
+            tl.store(p_dprob + i_row, tl.zeros([R], p_dprob.dtype.element_ty), mask=i_row < end)
     elif first < end:
         zeros = tl.zeros([1, BI // 2], tl.int32)
         of_a = (zeros,) * CHUNKS

@@ -1,8 +1,8 @@
-"""Float8 columns of experts' weights, turned, on a GPU: read once from memory.
+"""Float8 columns of experts' weights, turned, on a GPU: all of it in one launch.
 
 All experts have as many rows, so a program takes a strip of columns of one of them: it finds the
-largest magnitudes of the strip's columns, and reads the strip again, which is still in the
-cache, for its codes.  Nothing is known to other programs, and one launch does it all.
+largest magnitudes of the strip's columns, and reads the strip again for its codes.  No program
+needs what another one finds, so nothing is prepared before and nothing launched in between.
 
 Letters: G experts, N rows and K columns of each.
 """
@@ -21,7 +21,7 @@ from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import ceil_div
 
 # Rows of a step and columns of a strip.
-_TILE: dict[str, Any] = {"B": 128, "BK": 64, "num_warps": 8}
+_TILE: dict[str, Any] = {"B": 128, "BK": 128, "num_warps": 16}
 
 
 @triton.jit
