@@ -87,9 +87,11 @@ class GroupedTensor:
         Without ``overflow`` the ends say it: whoever cut them off at the capacity did so before.
         """
         self = object.__new__(cls)
-        self.__dict__.update(data=data, ends_G=ends_G)
+        # Not by its dict: torch's compiler does not trace that.
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "ends_G", ends_G)
         if overflow is not None:
-            self.__dict__["overflow"] = overflow
+            object.__setattr__(self, "overflow", overflow)
         return self
 
     def __getattr__(self, name: str) -> Tensor:
