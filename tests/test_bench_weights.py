@@ -31,6 +31,7 @@ def test_two_processes_print_the_ratio_first_and_append_a_line_a_gather(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert bench.main(["weights", "--results", str(tmp_path), "--repeats", "1"]) == 0

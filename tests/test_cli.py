@@ -137,7 +137,10 @@ def test_estimate_refuses_a_stash_that_would_take_nothing(
     assert "pass a smaller --stash-page-bytes, or leave --stash out" in capsys.readouterr().err
 
 
-def test_check_says_what_each_format_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_each_format_runs_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert backstash("check") == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("torch", *recipe_names()))

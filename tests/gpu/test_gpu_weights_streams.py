@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.weights import shard_weights
+from backstash.weights import ShardOptions, shard_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +81,8 @@ def test_layers_on_streams_of_their_own_train_as_on_one(gather: str) -> None:
     one = Branches(streams=False).cuda()
     wanted = trained(copy.deepcopy(one), gather)
     several = Branches(streams=True).cuda()
-    shard_weights(several, prefetch=2, gather=gather)
+    # Each weight moves by itself, in the midst of work on the weights before it.
+    options = ShardOptions(together_bytes=1)
+    shard_weights(several, prefetch=2, gather=gather, options=options)
     for came, expected in zip(trained(several, gather), wanted, strict=True):
         torch.testing.assert_close(came, expected)

@@ -22,7 +22,7 @@ from backstash.errors import BackstashError
 from backstash.kernels import RECEIPT_HOST_SHIFT, RECEIPT_OVERFLOW, RECEIPT_PENDING
 
 _RECEIPTS = 4096
-_LINK_PROGRAMS = 32
+_LINK_PROGRAMS = 4
 _RECEIPT_SPACING = 2  # 16 bytes, so that all are aligned alike
 
 
