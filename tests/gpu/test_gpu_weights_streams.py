@@ -83,6 +83,6 @@ def test_layers_on_streams_of_their_own_train_as_on_one(gather: str) -> None:
     several = Branches(streams=True).cuda()
     # Each weight moves by itself, in the midst of work on the weights before it.
     options = ShardOptions(together_bytes=1)
-    shard_weights(several, prefetch=2, gather=gather, options=options)
+    shard_weights(several, prefetch=1, gather=gather, options=options)
     for came, expected in zip(trained(several, gather), wanted, strict=True):
         torch.testing.assert_close(came, expected)
