@@ -1,8 +1,8 @@
 """Float8 columns of experts' weights, turned, on a GPU: all of it in one launch.
 
 All experts have as many rows, so a program takes a strip of columns of one of them: it finds the
-largest magnitudes of the strip's columns, and reads the strip again for its codes.  No program
-needs what another one finds, so nothing is prepared before and nothing launched in between.
+largest magnitudes of the strip's columns, and reads the strip again for its codes, from its end.
+No program needs what another one finds, so nothing is prepared before or launched in between.
 
 Letters: G experts, N rows and K columns of each.
 """
@@ -21,7 +21,7 @@ from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import ceil_div
 
 # Rows of a step and columns of a strip.
-_TILE: dict[str, Any] = {"B": 128, "BK": 128, "num_warps": 16}
+_TILE: dict[str, Any] = {"B": 128, "BK": 64, "num_warps": 16}
 
 
 @triton.jit
@@ -60,10 +60,11 @@ def _weight_kernel(
     # Each thread needs the scales of other columns now than it has found: they are read again.
     tl.store(p_scale + o_scale, scale, mask=m_column)
     tl.debug_barrier()
-    for first in range(0, N, B):
-        i_row = first + i_step
+    # From the end: what was read last is still in the cache.
+    for last in range(tl.cdiv(N, B), 0, -1):
+        i_row = (last - 1) * B + i_step
         mask = (i_row < N)[:, None] & m_column[None, :]
-        w = tl.load(p_strip + i_row[:, None] * K, mask=mask, other=0)
+        w = tl.load(p_strip + i_row[:, None] * K, mask=mask, other=0, eviction_policy="evict_first")
         scale = tl.load(p_scale + o_scale, mask=m_column, other=0)
         codes = (w.to(tl.float32) * scale[None, :]).to(p_codes.dtype.element_ty)
         tl.store(p_to + i_row[None, :], tl.trans(codes), mask=tl.trans(mask))
