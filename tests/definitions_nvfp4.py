@@ -43,15 +43,15 @@ def decode(nibbles: np.ndarray) -> np.ndarray:
     return np.where(nibbles & 8, -1.0, 1.0) * MAGNITUDES[nibbles & 7]
 
 
-def draw(x: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """One of the two nibbles around each float32, by a random byte."""
+def draw(tiny: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """One of the two nibbles around each float32 times 2^14, by a random byte."""
     with np.errstate(invalid="ignore"):
-        magnitude = np.abs(x.astype(np.float64))
+        magnitude = np.abs(tiny.astype(np.float64)) * 2**14
         # Between two codes the place of a value rises evenly.
         place = np.interp(magnitude, MAGNITUDES, np.arange(8))
-        below = np.floor(float32(128 + place + random / 256)) - 128
-    below = np.where(np.isnan(x), 0, below).astype(np.int64)
-    return np.where(np.isnan(x), NAN_CODE, below + 8 * np.signbit(x)).astype(np.uint8)
+        below = np.floor(place + random / 256)
+    below = np.where(np.isnan(tiny), 0, below).astype(np.int64)
+    return np.where(np.isnan(tiny), NAN_CODE, below + 8 * np.signbit(tiny)).astype(np.uint8)
 
 
 def over_all(amax: float) -> float:
@@ -145,8 +145,12 @@ def quantize(
         part, of_all = float32(x[where]), float(amax[where].flat[0])
         scale = block_scale(part, of_all, four_over_six=four_over_six)
         result.scales[at.place] = int(definitions.encode(np.array(scale), "e4m3"))
-        scaled = product(part, multiplier(scale, of_all))
-        nibbles = encode(scaled) if random is None else draw(scaled, random[where])
+        of_block = multiplier(scale, of_all)
+        if random is None:
+            nibbles = encode(product(part, of_block))
+        else:
+            tiny = product(part, times(of_block, 2**-14))
+            nibbles = draw(tiny, random[where])
         result.nibbles[where] = nibbles
         result.values[where] = product(decode(nibbles), factor(scale, of_all))
     return result

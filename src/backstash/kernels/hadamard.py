@@ -162,7 +162,7 @@ def rotated_column_amax(
     rows, columns = x_MK.shape
     groups = group_number(ends_G)
     amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_MK.device)
-    B, BK, warps = _FEW if rows < groups * _MANY[0] else _MANY
+    B, BK, warps = _FEW if rows < groups * 2 * _MANY[0] else _MANY
     BK = min(BK, max(32, triton.next_power_of_2(columns)))
     tile: dict[str, Any] = {"B": B, "BK": BK, "V": _COLUMNS_A_THREAD, "num_warps": warps}
     programs = block_count(rows, ends_G, B) * triton.cdiv(columns, BK)

@@ -28,6 +28,7 @@ from backstash.kernels.cast.pairs import high_half, low_half
 from backstash.kernels.nvfp4_codes import (
     apart,
     bytes_of,
+    load_seed,
     of_rows,
     over_all_of,
     scales_of,
@@ -126,6 +127,7 @@ def along_rows(
     if PAIRS:
         over_all = over_all_of(amax)
         inverse = inverse_of(over_all)
+    seed = load_seed(p_seed)
     for i_step in range(STEPS):
         i_block = (i_chunk * STEPS + i_step) * BC + tl.arange(0, B * BC) % BC
         if PAIRS:
@@ -150,9 +152,9 @@ def along_rows(
             tl.store(p_scale, byte.to(tl.uint8), mask=m_row & (i_block < blocks))
             i_draw = (o_first + i_row) * blocks + i_block
         if PAIRS:
-            words = row_words(pairs, multiplier, limit, p_seed, i_draw, 2 if TILES else 0)
+            words = row_words(pairs, multiplier, limit, seed, i_draw, 2 if TILES else 0)
         else:
-            words = words_of(x, multiplier, p_seed, i_draw, 2 if TILES else 0)
+            words = words_of(x, multiplier, seed, i_draw, 2 if TILES else 0)
         words = together(words, 1)
         i_word = i_block[:, None] * 2 + tl.arange(0, 2)[None, :]
         if WORDS:

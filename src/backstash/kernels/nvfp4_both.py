@@ -22,6 +22,7 @@ from backstash.kernels.blocks import group_number, unit_columns
 from backstash.kernels.nvfp4 import along_rows, cast_options, new_rows
 from backstash.kernels.nvfp4_columns import down_columns
 from backstash.kernels.nvfp4_pairs import are_pairs
+from backstash.kernels.nvfp4_parts import BLOCKS
 from backstash.kernels.nvfp4_places import (
     are_words,
     column_table,
@@ -33,7 +34,7 @@ from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
 
 # A program of each direction has as many values: 16 rows by 512, or 128 rows by 64 columns.
-_ROW_BLOCKS, _BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 8, 64, 4
+_ROW_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 64, 4
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks"])
@@ -90,10 +91,11 @@ def _quantize_kernel(
                     i_program % chunks, 16, BC, 1, WIDE, ROW_WORDS, CANDIDATES, OFFSET, PAIRS,
                 )  # fmt: skip
     elif i_program < tl.cdiv(blocks, NB) * tl.cdiv(columns, BK):
+        chunks = tl.cdiv(columns, BK)
         down_columns(
             p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
-            blocks, width, row_stride, amax_stride, i_program, NB, BK, V, WORDS,
-            CANDIDATES, PAIRS,
+            blocks, width, row_stride, amax_stride, i_program // chunks, i_program % chunks, NB,
+            BK, V, WORDS, CANDIDATES, PAIRS,
         )  # fmt: skip
 
 
@@ -117,11 +119,11 @@ def quantize_nvfp4_both(
     row_codes, row_scales, codes, scales_SK = outputs
     blocks, width = len(scales_SK), row_codes.shape[1]
     tile: dict[str, Any] = {
-        "BC": _ROW_BLOCKS, "NB": _BLOCKS, "BK": _COLUMNS, "V": _COLUMNS_A_THREAD
+        "BC": _ROW_BLOCKS, "NB": BLOCKS.value, "BK": _COLUMNS, "V": _COLUMNS_A_THREAD
     }  # fmt: skip
     programs = max(
         blocks * triton.cdiv(slices, _ROW_BLOCKS),
-        triton.cdiv(blocks, _BLOCKS) * triton.cdiv(columns, _COLUMNS),
+        triton.cdiv(blocks, BLOCKS.value) * triton.cdiv(columns, _COLUMNS),
     )
     row_amax, column_amax = amax
     if programs:

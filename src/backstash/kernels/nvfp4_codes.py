@@ -28,6 +28,8 @@ _LARGEST = tl.constexpr(448.0 * 6.0)
 # than the float whose bits are ``_EXTRA``.
 _WHOLE = tl.constexpr(12582912.0 + 4.0)
 _EXTRA = tl.constexpr(0x4B400000)
+# What brings values to where float16 has the exponents and the steps of codes.
+TINY = tl.constexpr(2.0**-14)
 
 
 @triton.jit
@@ -93,16 +95,20 @@ def nearest(scaled):
 
 
 @triton.jit
-def drawn(scaled, byte):
-    """One of the two nibbles around each value, the nearer the likelier."""
+def drawn(tiny, byte):
+    """One of the two nibbles around each value, the nearer the likelier.
+
+    At 2^-14 of their size, values have bits as float16 that rise as codes do, 512 from code to
+    code.  What lies between two codes is cut to a multiple of 1/512, which a random multiple of
+    1/256 carries to the next code exactly where the whole would be carried.
+    """
     # The smaller of a NaN and a number is the number.
-    half = tl.minimum(tl.abs(scaled), 6.0) * 0.5
-    place = tl.fma(byte.to(tl.float32), 1.0 / 256.0, 128.0)
-    place = tl.fma(tl.clamp(half, 0.0, 1.0), 4.0, place)
-    place = tl.fma(tl.clamp(half - 1.0, 0.0, 1.0), 2.0, place)
-    place += tl.clamp(half - 2.0, 0.0, 1.0)
-    code = (place.to(tl.uint32, bitcast=True) >> 16) & 7
-    return code | ((scaled.to(tl.uint32, bitcast=True) >> 28) & 8)
+    size = tl.minimum(tl.abs(tiny), 6.0 * TINY)
+    bits = size.to(tl.int32, bitcast=True)
+    # Below the smallest normal float16 its bits count multiples of 2^-24.
+    place = tl.where(size < TINY, (size * 2.0**24).to(tl.int32), (bits >> 13) - (112 << 10))
+    code = ((place + 2 * byte.to(tl.int32)) >> 9).to(tl.uint32)
+    return code | ((tiny.to(tl.uint32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -202,12 +208,21 @@ def of_rows(value, N: tl.constexpr):
 
 
 @triton.jit
-def random_words(p_seed, i_block, positive, STREAM: tl.constexpr):
+def load_seed(p_seed):
+    """Seed and offset, if there are any: loaded once, and before what they are used with."""
+    seed = p_seed
+    if p_seed is not None:
+        seed = tl.load(p_seed), tl.load(p_seed + 1)
+    return seed
+
+
+@triton.jit
+def random_words(seed, i_block, positive, STREAM: tl.constexpr):
     """The sixteen random bytes of each block as four words; ``positive`` are any such numbers."""
-    offset = tl.load(p_seed + 1)
+    seed, offset = seed
     # A sum with nothing of a value, so that the threads that have the values draw for them.
     i_block = i_block.to(tl.uint32) + tl.minimum(positive, 0).to(tl.uint32)
-    zero, seed = i_block * 0, tl.load(p_seed)
+    zero = i_block * 0
     c0, c1 = i_block, zero + STREAM
     c2, c3 = zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -222,24 +237,25 @@ def random_words(p_seed, i_block, positive, STREAM: tl.constexpr):
 
 
 @triton.jit
-def words_of(x, multiplier, p_seed, i_block, STREAM: tl.constexpr):
+def words_of(x, multiplier, seed, i_block, STREAM: tl.constexpr):
     """The codes of each block as two words of 32 bits, the first place in the lowest bits.
 
     With a seed, block ``i_block`` of stream ``STREAM`` is rounded by its own random bytes.
     """
-    if p_seed is not None:
-        random = random_words(p_seed, i_block, tl.abs(x[0]).to(tl.int32, bitcast=True), STREAM)
+    if seed is not None:
+        random = random_words(seed, i_block, tl.abs(x[0]).to(tl.int32, bitcast=True), STREAM)
+        multiplier *= TINY
     words = ()
     for i in tl.static_range(2):
         word = tl.zeros_like(x[0]).to(tl.uint32)
         for k in tl.static_range(8):
             scaled = x[8 * i + k] * multiplier
-            if p_seed is None:
+            if seed is None:
                 word += nearest(scaled) << (4 * k)
             else:
                 byte = (random[2 * i + k // 4] >> (8 * (k % 4))) & 0xFF
                 word += drawn(scaled, byte) << (4 * k)
-        if p_seed is None:
+        if seed is None:
             word -= (_EXTRA * 0x11111111) & 0xFFFFFFFF
         words += (word,)
     return words

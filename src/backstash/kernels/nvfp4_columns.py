@@ -23,6 +23,7 @@ from backstash.kernels.blocks import group_number, unit_columns
 from backstash.kernels.cast.pairs import high_half, low_half
 from backstash.kernels.hadamard import narrow, rotate
 from backstash.kernels.nvfp4_codes import (
+    load_seed,
     over_all_of,
     scales_of,
     words_of,
@@ -33,21 +34,27 @@ from backstash.kernels.nvfp4_pairs import (
     inverse_of,
     narrow_pair,
 )
-from backstash.kernels.nvfp4_places import (
-    are_words,
+from backstash.kernels.nvfp4_parts import (
+    BLOCKS,
     clear_blocks,
-    column_table,
-    column_width,
-    locate_blocks,
-    new_columns,
-    place_of,
-    row_multiple,
+    load_parts,
     store_blocks,
     store_shifted,
 )
+from backstash.kernels.nvfp4_places import (
+    are_words,
+    column_grid,
+    column_table,
+    column_width,
+    locate_blocks,
+    look_at_blocks,
+    new_columns,
+    place_of,
+    row_multiple,
+)
 from backstash.kernels.reference.into import Into, noop_of
 
-_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 8, 64, 4
+_COLUMNS, _COLUMNS_A_THREAD = 64, 4
 # With so many a thread, seven programs fit on a multiprocessor of Hopper.
 _REGISTERS = 72
 
@@ -82,19 +89,6 @@ def _load_blocks(p_x, first, end, i_column, row_stride, columns, p_rotation):
         for i in tl.static_range(16):
             x += (narrow(rotated[i]),)
     return x
-
-
-@triton.jit
-def _are_whole(p_table, i_block, NB: tl.constexpr, groups, rows, blocks, columns_left):
-    """Whether NB blocks have all of their rows, these are in groups, and columns are left."""
-    if p_table is None:
-        whole = 16 * (i_block + NB) <= rows
-    else:
-        m_block, p_last = i_block + NB <= blocks, p_table + (i_block + NB - 1) * 8
-        # Blocks are in order and have at most 16 rows.
-        end, first = tl.load(p_last + 1, mask=m_block, other=0), tl.load(p_table + i_block * 8)
-        whole = (end - first == 16 * NB) & (tl.load(p_last + 2, mask=m_block, other=0) < groups)
-    return whole & (columns_left >= 0)
 
 
 @triton.jit
@@ -180,7 +174,8 @@ def down_columns(
     width,
     row_stride,
     amax_stride,
-    i_program,
+    i_rows,
+    i_chunk,
     NB: tl.constexpr,
     BK: tl.constexpr,
     V: tl.constexpr,
@@ -189,15 +184,16 @@ def down_columns(
     PAIRS: tl.constexpr,
 ):
     """Codes of NB blocks of rows in BK columns, of which a thread gets V side by side."""
-    chunks = tl.cdiv(columns, BK)
-    i_block = (i_program // chunks) * NB + tl.arange(0, NB)
+    seed = load_seed(p_seed)
+    i_first = i_rows * NB
+    i_block = i_first + tl.arange(0, NB)
+    in_tail, whole, uneven = look_at_blocks(p_table, i_first, NB, groups, rows, blocks, width)
     first, end, group, prefix, width, before = locate_blocks(p_table, rows, width, i_block, blocks)
-    i_chunk = i_program % chunks
     i_column = tl.max_contiguous(i_chunk * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     o_scale = i_block.to(tl.int64)[:, None] * columns + i_column[None, :]
     m_scale = (i_block < blocks)[:, None] & m_column[None, :]
-    if p_table is not None and tl.min(group, 0) >= groups:
+    if p_table is not None and in_tail:
         # The tail is not read: zeros have codes and a scale of zero.
         tl.store(p_scales + o_scale, tl.zeros([NB, BK], tl.uint8), mask=m_scale)
         place = place_of(prefix, before, width, i_column, columns)
@@ -207,11 +203,8 @@ def down_columns(
         if PAIRS:
             i_pair = i_chunk * (BK // 2) + tl.arange(0, BK // 2)
             i_pair = tl.max_contiguous(i_pair, V // 2)
-            i_first = i_program // chunks * NB
             # A rotation needs the registers that a second way of loading takes.
-            if p_rotation is None and _are_whole(
-                p_table, i_first, NB, groups, rows, blocks, columns - i_chunk * BK - BK
-            ):
+            if p_rotation is None and whole & (i_chunk * BK + BK <= columns):
                 pairs = _load_whole_pairs(p_x, first, i_pair, row_stride)
             else:
                 pairs = _load_pairs(p_x, first, end, i_pair, row_stride, columns)
@@ -220,7 +213,7 @@ def down_columns(
             overs, inverses = _overs(p_amax, group, groups, i_column, columns, amax_stride)
             i_pairs = i_block[:, None] * columns + 2 * i_pair[None, :]
             i_pairs = tl.reshape(i_pairs, [NB * BK // 2])
-            codes = column_words(pairs, overs, inverses, p_seed, i_pairs)
+            codes = column_words(pairs, overs, inverses, seed, i_pairs)
             byte, words = tl.join(codes[0], codes[2]), ()
             for i in tl.static_range(2):
                 words += (tl.reshape(tl.join(codes[1][i], codes[3][i]), [NB, BK]),)
@@ -228,18 +221,18 @@ def down_columns(
             x = _load_blocks(p_x, first, end, i_column, row_stride, columns, p_rotation)
             amax = load_column_amax(p_amax, group, groups, i_column, columns, amax_stride)
             byte, multiplier = scales_of(x, amax, False, CANDIDATES)
-            flat = words_of(x, multiplier, p_seed, tl.reshape(o_scale, [NB * BK]), 1)
+            flat = words_of(x, multiplier, seed, tl.reshape(o_scale, [NB * BK]), 1)
             words = (tl.reshape(flat[0], [NB, BK]), tl.reshape(flat[1], [NB, BK]))
         byte = tl.reshape(byte, [NB, BK]).to(tl.uint8)
         tl.store(p_scales + o_scale, byte, mask=m_scale)
         place = place_of(prefix, before, width, i_column, columns)
         m_code = (before < width)[:, None] & m_column[None, :]
         # Groups of whole blocks lie at multiples of eight, though nobody promised it.
-        uneven = 0 if WORDS else tl.max(((prefix * columns) | width) & 7, 0)
-        if uneven == 0:
+        if WORDS or uneven == 0:
             store_blocks(p_codes, place, words, m_code)
         else:
-            store_shifted(p_codes, place, words, m_code, width - before, before, PAIRS)
+            parts = load_parts(p_table, i_block, blocks, width - before, before)
+            store_shifted(p_codes, place, words, m_code, parts, PAIRS)
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks"])
@@ -268,11 +261,13 @@ def _quantize_kernel(
 ):
     if p_noop is not None and tl.load(p_noop) != 0:
         return
-    down_columns(
-        p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
-        blocks, width, row_stride, amax_stride, tl.program_id(0), NB, BK, V, WORDS,
-        CANDIDATES, PAIRS,
-    )  # fmt: skip
+    i_rows = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    if i_rows * NB < blocks:
+        down_columns(
+            p_x, p_codes, p_scales, p_amax, p_rotation, p_seed, p_table, groups, rows, columns,
+            blocks, width, row_stride, amax_stride, i_rows, tl.program_id(0), NB, BK, V, WORDS,
+            CANDIDATES, PAIRS,
+        )  # fmt: skip
 
 
 def quantize_nvfp4_columns(
@@ -293,12 +288,12 @@ def quantize_nvfp4_columns(
     rows, columns = x_MK.shape
     multiple = row_multiple(rotation_BB)
     codes, scales_SK = new_columns(x_MK, ends_G, multiple) if into is None else into.buffers
-    tile, programs = column_tile(scales_SK)
+    tile = column_tile(scales_SK)
     pairs = are_pairs(x_MK, 1 + four_over_six)
     if pairs and rotation_BB is None and seed is None:
         tile["maxnreg"] = _REGISTERS
-    if programs:
-        _quantize_kernel[(programs,)](
+    if scales_SK.numel():
+        _quantize_kernel[column_grid(scales_SK, tile)](
             x_MK,
             codes,
             scales_SK,
@@ -322,15 +317,13 @@ def quantize_nvfp4_columns(
     return codes, scales_SK
 
 
-def column_tile(scales_SK: Tensor) -> tuple[dict[str, Any], int]:
-    """The constants of a launch, and how many programs it has."""
-    blocks, columns = scales_SK.shape
-    BK = min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
-    programs = triton.cdiv(blocks, _BLOCKS) * triton.cdiv(columns, BK)
+def column_tile(scales_SK: Tensor) -> dict[str, Any]:
+    """The constants of a launch."""
+    BK = min(_COLUMNS, max(16, triton.next_power_of_2(scales_SK.shape[1])))
     # No product may be added without having been rounded.
     return {
-        "NB": _BLOCKS,
+        "NB": BLOCKS.value,
         "BK": BK,
         "V": _COLUMNS_A_THREAD,
         "enable_fp_fusion": False,
-    }, programs
+    }

@@ -2,12 +2,16 @@
 
 Two bfloat16 values side by side are one word, and a GPU has instructions that work on both
 halves of a word: the largest magnitude of blocks and the limit on values are found so.  Each
-value is then scaled and rounded in float32, as the format is defined.
+value is then scaled and rounded in float32, as the format is defined, and two codes become a
+word again as float16, in which a code at 2^-14 of its value has its bits from the tenth on.
 
-No comparison rounds here.  With ``C = 2^22 + 1``, ``t = C * max(size, 1)`` and then
-``t + (size - t)`` is ``size`` rounded to two significant bits, and to multiples of a half
-below one, ties to even: what a code can be.  All of it is done at ``2^-126``, where the bits
-of a float are the code followed by 22 zeros.
+No comparison rounds here.  A number from 8 on plus 2^-19 of a value is rounded to steps of
+a half of that value, from 16 on to steps of one, from 32 on to steps of two.  ``11.875 +
+value^2`` is such a number: it reaches 16 and 32 a little after the value does 2 and 4, where
+either step gives the same code.  What is added beyond a code's second bit where a sum crosses
+into wider steps is cut off with the bits below the code.
+
+Where codes are drawn, values are cut to float16, see ``nvfp4_codes.drawn``.
 """
 
 # What is known when a kernel is compiled has a type that this checker takes for Python's.
@@ -22,10 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.cast.pairs import high_half, larger_pair, low_half
-from backstash.kernels.nvfp4_codes import LARGEST_FLOAT, e4m3, random_words
+from backstash.kernels.nvfp4_codes import LARGEST_FLOAT, TINY, random_words
 
-_TINY = tl.constexpr(2.0**-126)
-_SPLIT = tl.constexpr((2.0**22 + 1) * 2.0**-126)
 # The largest bfloat16, and one that the largest multiplier brings a little beyond 6.
 _LARGEST_LIMIT = tl.constexpr(3.3895313892515355e38)
 _SMALLEST_LIMIT = tl.constexpr(1.5078125 * 2.0**-126)
@@ -33,20 +35,10 @@ _SMALLEST_LIMIT = tl.constexpr(1.5078125 * 2.0**-126)
 
 @triton.jit
 def limited_pair(pair, limits):
-    """Magnitudes of at most the limit in each half; that of a NaN is the limit."""
+    """Values of at most the limit, with their sign; a NaN has none."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; abs.bf16x2 t, $1; min.bf16x2 $0, t, $2; }", "=r,r,r", [pair, limits],
+        "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [pair, limits],
         dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _without_nan(pair):
-    """The same pair, its NaNs without a sign."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 o, z; mov.b32 o, 0x3F803F80; mov.b32 z, 0x80008000;"
-        " fma.rn.bf16x2 $0, $1, o, z; }", "=r,r", [pair],
-        dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -56,15 +48,6 @@ def narrow_pair(lower, upper):
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [lower, upper],
         dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def shifted_word(lower, upper, bits):
-    """The upper word of two after a shift to the left by fewer than 32 bits."""
-    return tl.inline_asm_elementwise(
-        "shf.l.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, bits],
-        dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -87,73 +70,108 @@ def upper_halves(one, other):
 
 
 @triton.jit
-def _code_of(size):
-    """The code of a magnitude below 7, times ``2^22``."""
-    above = tl.clamp(tl.fma(size, 0.125, -0.125), 0.0, 1.0)
-    split = tl.fma(above, -8 * _SPLIT, -_SPLIT)
-    return (tl.fma(size, _TINY, split) - split).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def four_codes(sizes, others):
-    """The codes of four magnitudes as nibbles of the lower half, of four others in the upper."""
-    codes = ()
-    for k in tl.static_range(4):
-        # The upper half of a code has it six bits from its end.
-        codes += (upper_halves(_code_of(sizes[k]), _code_of(others[k])),)
-    return ((codes[0] + codes[1] * 16) >> 6) + (codes[2] + codes[3] * 16) * 4
-
-
-@triton.jit
-def _place_of(size, word, start, k: tl.constexpr):
-    """Where a magnitude lies between codes plus random byte ``k`` of a word, from 128 on.
-
-    The bits from the 16th on are the code.
-    """
-    place = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
-        [word, start, tl.full(word.shape, 0x7504 + 16 * k, tl.uint32)],
+def _half_pair(lower, upper):
+    """Two float32 values, cut to what float16 can be, as one word."""
+    return tl.inline_asm_elementwise(
+        "cvt.rz.f16x2.f32 $0, $2, $1;", "=r,f,f", [lower, upper],
         dtype=tl.uint32, is_pure=True, pack=1,
-    ).to(tl.float32, bitcast=True)  # fmt: skip
-    place = tl.fma(tl.clamp(size * 0.5, 0.0, 1.0), 4.0, place)
-    place = tl.fma(tl.clamp(tl.fma(size, 0.5, -1.0), 0.0, 1.0), 2.0, place)
-    place += tl.clamp(tl.fma(size, 0.5, -2.0), 0.0, 1.0)
-    return place.to(tl.uint32, bitcast=True)
+    )  # fmt: skip
 
 
 @triton.jit
-def four_drawn(sizes, others, random, multiplier):
-    """Like :func:`four_codes`, but each one of two codes by a random byte of two words."""
-    # The bits of 128, as a sum with a sign that is never there: an instruction takes one
-    # constant, and two of them would be moved to a register for each value.
-    start = (multiplier.to(tl.uint32, bitcast=True) >> 31) + 0x43000000
-    codes = ()
-    for k in tl.static_range(4):
-        place = _place_of(sizes[k], random[0], start, k)
-        other = _place_of(others[k], random[1], start, k)
-        codes += (upper_halves(place, other),)
-    total = codes[0] + codes[1] * 16 + codes[2] * 256 + codes[3] * 4096
-    return total - (0x43004300 * 0x1111) % 2**32
+def _exact_pair(lower, upper):
+    """Two float32 values that float16 can be after they are made 32 times as large."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, m; mov.b32 m, 0x50005000; cvt.rn.f16x2.f32 t, $2, $1;"
+        " mul.rn.f16x2 $0, t, m; }", "=r,f,f", [lower, upper],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def four_signs(pairs):
-    """The signs of four pairs as the highest bits of nibbles, lower and upper values apart."""
-    signs = (_without_nan(pairs[0]) >> 12) & 0x00080008
-    signs |= (_without_nan(pairs[1]) >> 8) & 0x00800080
-    signs |= (_without_nan(pairs[2]) >> 4) & 0x08000800
-    return signs | (_without_nan(pairs[3]) & 0x80008000)
+def _six_at_most(halves):
+    """Magnitudes of two float16 values of at most 6 * 2^-14; that of a NaN is the limit."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, m; mov.b32 m, 0x0E000E00; abs.f16x2 t, $1; min.f16x2 $0, t, m; }",
+        "=r,r", [halves], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def eight_signs(pairs):
-    """The signs of four pairs, one after another, as the highest bits of nibbles."""
-    # Lower values in the lower half, at the highest bits of bytes; upper values in the upper.
-    first = (_without_nan(pairs[0]) >> 8) & 0x00800080
-    first |= _without_nan(pairs[1]) & 0x80008000
-    second = (_without_nan(pairs[2]) >> 8) & 0x00800080
-    second |= _without_nan(pairs[3]) & 0x80008000
-    return (lower_halves(first, second) >> 4) | upper_halves(first, second)
+def _high_bytes(one, other):
+    """The higher bytes of the halves of two words."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [one, other],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _odd_bytes(word):
+    """Bytes 1 and 3 of a word as two halves."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [word],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def sign_bytes(one, other):
+    """The higher bytes of the lower halves of two words, then those of the upper halves."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [one, other],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _nibbles(evens, odds, even_signs, odd_signs):
+    """Nibbles of bytes with a code from their second bit on, and signs from highest bits."""
+    # Each word but the first two is chosen bit by bit from two others by a mask.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 c, o, s; shr.u32 c, $1, 1; shl.b32 o, $2, 3; shr.u32 s, $3, 4;"
+        " lop3.b32 c, c, o, 0x0F0F0F0F, 0xE4; lop3.b32 s, s, $4, 0x0F0F0F0F, 0xE4;"
+        " lop3.b32 $0, c, s, 0x77777777, 0xE4; }",
+        "=r,r,r,r,r", [evens, odds, even_signs, odd_signs],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rounded(size):
+    """2^-19 of what a code can be."""
+    t = tl.fma(size, size, 11.875)
+    return tl.fma(size, 2.0**-19, t) - t
+
+
+@triton.jit
+def nearest_word(x, even_signs, odd_signs):
+    """The codes of eight magnitudes."""
+    places = ()
+    for half in tl.static_range(2):
+        for i in tl.static_range(2):
+            one, other = _rounded(x[4 * half + i]), _rounded(x[4 * half + i + 2])
+            places += (_exact_pair(one, other),)
+    evens, odds = _high_bytes(places[0], places[2]), _high_bytes(places[1], places[3])
+    return _nibbles(evens, odds, even_signs, odd_signs)
+
+
+@triton.jit
+def drawn_word(x, random):
+    """The codes of eight values that are 2^-14 of their size, by two words of random bytes."""
+    signs, places = (), ()
+    for half in tl.static_range(2):
+        word = random[half]
+        evens = _half_pair(x[4 * half], x[4 * half + 2])
+        odds = _half_pair(x[4 * half + 1], x[4 * half + 3])
+        signs += (evens, odds)
+        places += (
+            _six_at_most(evens) + (word & 0x00FF00FF) * 2,
+            _six_at_most(odds) + _odd_bytes(word) * 2,
+        )
+    evens, odds = _high_bytes(places[0], places[2]), _high_bytes(places[1], places[3])
+    even_signs, odd_signs = _high_bytes(signs[0], signs[2]), _high_bytes(signs[1], signs[3])
+    return _nibbles(evens, odds, even_signs, odd_signs)
 
 
 @triton.jit
@@ -165,15 +183,42 @@ def inverse_of(value):
 
 
 @triton.jit
-def scale_of(largest, over_all, inverse):
-    """The byte of a block's scale, what its values are multiplied by, and their limit.
+def _e4m3_pair(lower, upper):
+    """The nearest E4M3 values of two floats: their bytes in one word, and each as float32."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 c, l, u; .reg .b32 v; cvt.rn.satfinite.e4m3x2.f32 c, $4, $3;"
+        " cvt.rn.f16x2.e4m3x2 v, c; mov.b32 {l, u}, v; cvt.f32.f16 $1, l; cvt.f32.f16 $2, u;"
+        " cvt.u32.u16 $0, c; }", "=r,=f,=f,f,f", [lower, upper],
+        dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scales_of(lower, upper, over_alls):
+    """The bytes of the scales of two blocks with some largest magnitudes, and both scales."""
+    # The smaller of a NaN and a number is the number.
+    lower = tl.minimum(lower * (over_alls[0] * (1.0 / 6.0)), 448.0)
+    upper = tl.minimum(upper * (over_alls[1] * (1.0 / 6.0)), 448.0)
+    return _e4m3_pair(lower, upper)
+
+
+@triton.jit
+def _multiplier_of(scale, inverse):
+    """What the values of a block are multiplied by, and their limit.
 
     The limit is scaled to little more than 6, so values beyond it have its code.
     """
-    scale, byte = e4m3(largest * (over_all * (1.0 / 6.0)))
     product = scale * inverse
     multiplier = tl.minimum(inverse_of(product), LARGEST_FLOAT)
-    return byte, multiplier, tl.maximum(product * 6.05, _SMALLEST_LIMIT)
+    return multiplier, tl.maximum(product * 6.05, _SMALLEST_LIMIT)
+
+
+@triton.jit
+def scale_of(largest, over_all, inverse):
+    """The byte of a block's scale, what its values are multiplied by, and their limit."""
+    bytes, scale, _ = _scales_of(largest, largest, (over_all, over_all))
+    multiplier, limit = _multiplier_of(scale, inverse)
+    return bytes & 0xFF, multiplier, limit
 
 
 @triton.jit
@@ -186,71 +231,113 @@ def largest_pair(pairs):
 
 
 @triton.jit
-def _limits(lower, upper, p_seed):
-    """Two limits as a pair.  An infinity has the largest code only where codes are drawn."""
-    if p_seed is None:
-        lower, upper = tl.minimum(lower, _LARGEST_LIMIT), tl.minimum(upper, _LARGEST_LIMIT)
+def _limits(lower, upper):
+    """Two limits as a pair; an infinity has the largest code."""
+    lower, upper = tl.minimum(lower, _LARGEST_LIMIT), tl.minimum(upper, _LARGEST_LIMIT)
     return narrow_pair(lower, upper)
 
 
 @triton.jit
-def row_words(pairs, multiplier, limit, p_seed, i_block, STREAM: tl.constexpr):
+def row_words(pairs, multiplier, limit, seed, i_block, STREAM: tl.constexpr):
     """The codes of blocks of eight pairs as two words.
 
     With a seed, block ``i_block`` of stream ``STREAM`` is rounded by its own random bytes.
     """
-    if p_seed is not None:
-        random = random_words(p_seed, i_block, pairs[0] & 0x7FFFFFFF, STREAM)
-    limits = _limits(limit, limit, p_seed)
+    if seed is not None:
+        random = random_words(seed, i_block, pairs[0] & 0x7FFFFFFF, STREAM)
     words = ()
-    for half in tl.static_range(2):
-        sizes = ()
-        for j in tl.static_range(4):
-            pair = limited_pair(pairs[4 * half + j], limits)
-            sizes += (low_half(pair) * multiplier, high_half(pair) * multiplier)
-        if p_seed is None:
-            codes = four_codes(sizes[:4], sizes[4:])
-        else:
-            of_half = random[2 * half], random[2 * half + 1]
-            codes = four_drawn(sizes[:4], sizes[4:], of_half, multiplier)
-        words += (codes | eight_signs(pairs[4 * half : 4 * half + 4]),)
+    if seed is not None:
+        multiplier *= TINY
+        for half in tl.static_range(2):
+            x = ()
+            for j in tl.static_range(4):
+                pair = pairs[4 * half + j]
+                x += (low_half(pair) * multiplier, high_half(pair) * multiplier)
+            words += (drawn_word(x, (random[2 * half], random[2 * half + 1])),)
+    else:
+        limits = _limits(limit, limit)
+        for half in tl.static_range(2):
+            x, limited = (), ()
+            for j in tl.static_range(4):
+                pair = limited_pair(pairs[4 * half + j], limits)
+                x += (low_half(pair) * multiplier, high_half(pair) * multiplier)
+                limited += (pair,)
+            one, other = sign_bytes(limited[0], limited[1]), sign_bytes(limited[2], limited[3])
+            words += (nearest_word(x, lower_halves(one, other), upper_halves(one, other)),)
     return words
 
 
 @triton.jit
-def column_words(pairs, over_all, inverse, p_seed, i_block):
+def column_words(pairs, over_all, inverse, seed, i_block):
     """Scales and codes of two columns of 16 rows of pairs, those of each column a tuple.
 
     With a seed, ``i_block`` is the block of the first of two columns; the other is the next.
     """
-    if p_seed is not None:
+    if seed is not None:
         positive = pairs[0] & 0x7FFFFFFF
-        random = random_words(p_seed, i_block, positive, 1)
-        upper_random = random_words(p_seed, i_block + 1, positive, 1)
     largest = largest_pair(pairs)
-    byte, multiplier, limit = scale_of(low_half(largest), over_all[0], inverse[0])
-    upper_byte, upper_multiplier, upper_limit = scale_of(
-        high_half(largest), over_all[1], inverse[1]
-    )
-    limits = _limits(limit, upper_limit, p_seed)
-    quarters = ()
-    for quarter in tl.static_range(4):
+    bytes, scale, upper_scale = _scales_of(low_half(largest), high_half(largest), over_all)
+    multiplier, limit = _multiplier_of(scale, inverse[0])
+    upper_multiplier, upper_limit = _multiplier_of(upper_scale, inverse[1])
+    words, upper_words = (), ()
+    if seed is not None:
+        multiplier *= TINY
+        upper_multiplier *= TINY
+        random = random_words(seed, i_block, positive, 1)
+        for half in tl.static_range(2):
+            x = ()
+            for i in tl.static_range(8):
+                x += (low_half(pairs[8 * half + i]) * multiplier,)
+            words += (drawn_word(x, (random[2 * half], random[2 * half + 1])),)
+        random = random_words(seed, i_block + 1, positive, 1)
+        for half in tl.static_range(2):
+            x = ()
+            for i in tl.static_range(8):
+                x += (high_half(pairs[8 * half + i]) * upper_multiplier,)
+            upper_words += (drawn_word(x, (random[2 * half], random[2 * half + 1])),)
+    else:
+        limits = _limits(limit, upper_limit)
+        for half in tl.static_range(2):
+            lower, upper, limited = (), (), ()
+            for i in tl.static_range(8):
+                pair = limited_pair(pairs[8 * half + i], limits)
+                lower += (low_half(pair) * multiplier,)
+                upper += (high_half(pair) * upper_multiplier,)
+                limited += (pair,)
+            even, even_ = sign_bytes(limited[0], limited[2]), sign_bytes(limited[4], limited[6])
+            odd, odd_ = sign_bytes(limited[1], limited[3]), sign_bytes(limited[5], limited[7])
+            signs = lower_halves(even, even_), lower_halves(odd, odd_)
+            words += (nearest_word(lower, signs[0], signs[1]),)
+            signs = upper_halves(even, even_), upper_halves(odd, odd_)
+            upper_words += (nearest_word(upper, signs[0], signs[1]),)
+    return bytes & 0xFF, words, bytes >> 8, upper_words
+
+
+@triton.jit
+def _pair_of_codes(words, at: tl.constexpr):
+    """The values of the nibbles of a word that begin at bits ``at`` and ``at + 16``."""
+    # As parts of float16 they are 2^-14 of what they mean.
+    codes = words << (9 - at) if at < 12 else words >> 3
+    halves = (codes & 0x0E000E00) | ((words << (12 - at)) & 0x80008000)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, m; .reg .b16 l, u; mov.b32 m, 0x74007400; mul.rn.f16x2 t, $2, m;"
+        " mov.b32 {l, u}, t; cvt.f32.f16 $0, l; cvt.f32.f16 $1, u; }", "=f,=f,r", [halves],
+        dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def values_of_pairs(words, factor):
+    """The 16 values of blocks from two words of eight nibbles, each times ``factor``."""
+    y = ()
+    for half in tl.static_range(2):
         lower, upper = (), ()
         for i in tl.static_range(4):
-            pair = limited_pair(pairs[4 * quarter + i], limits)
-            lower += (low_half(pair) * multiplier,)
-            upper += (high_half(pair) * upper_multiplier,)
-        signs = four_signs(pairs[4 * quarter : 4 * quarter + 4])
-        if p_seed is None:
-            codes = four_codes(lower, upper)
-        else:
-            codes = four_drawn(lower, upper, (random[quarter], upper_random[quarter]), multiplier)
-        quarters += (codes | signs,)
-    words, upper_words = (), ()
-    for half in tl.static_range(2):
-        words += (lower_halves(quarters[2 * half], quarters[2 * half + 1]),)
-        upper_words += (upper_halves(quarters[2 * half], quarters[2 * half + 1]),)
-    return byte, words, upper_byte, upper_words
+            pair = _pair_of_codes(words[half], 4 * i)
+            lower += (pair[0] * factor,)
+            upper += (pair[1] * factor,)
+        y += lower + upper
+    return y
 
 
 def are_pairs(x_MK: Tensor, candidates: int) -> bool:

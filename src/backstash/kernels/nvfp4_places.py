@@ -5,10 +5,6 @@ groups before.  A first launch finds that out once for each block.  Blocks that 
 are enough to cover the rows of the tail, 16 each, and the bytes past the last group, eight of
 each column: with them a program clears what nobody else writes.
 
-A column of a group is as many bytes as half of its rows, so a block may begin at any byte.  Bytes
-are moved as words at multiples of four: a word has the last bytes of one block and the first of
-the next.
-
 Letters: M rows, K columns, G groups, S blocks of 16 rows; NB blocks, BK columns of a program.
 """
 
@@ -25,9 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.blocks import block_count, new_bytes
-from backstash.kernels.nvfp4_codes import apart
-from backstash.kernels.nvfp4_pairs import shifted_word
+from backstash.kernels.nvfp4_codes import apart, together
+from backstash.kernels.nvfp4_parts import parts_of, shifted_down
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_bytes
+
+# How many programs share the entries of a group.
+_PROGRAMS = 16
+# So many programs a launch has at most along its second dimension.
+_DOWN = 65535
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "blocks", "bound"])
@@ -42,10 +43,12 @@ def _table_kernel(
     BG: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program writes the entries of one group; the last, those of the tail.
+    """Some programs write the entries of one group; the last, those of the tail.
 
     An entry is first row, row after the last, group, bytes of a column in all groups before,
-    bytes of one in this group, and bytes of one in this group's blocks before.
+    bytes of one in this group, bytes of one in this group's blocks before, the parts of the
+    block's bytes that are stored, and whether they may lie elsewhere than at multiples of eight:
+    if a group has other than whole blocks, or the buffer ends within the block.
     """
     group = tl.program_id(0)
     i_group = tl.arange(0, BG)
@@ -54,7 +57,9 @@ def _table_kernel(
     counts = tl.maximum(ends - before, 0)
     m_before = i_group < group
     first_block = tl.sum(tl.where(m_before, (counts + 15) // 16, 0), 0)
-    prefix = tl.sum(tl.where(m_before, (counts + MULTIPLE - 1) // MULTIPLE, 0), 0) * (MULTIPLE // 2)
+    units = (counts + MULTIPLE - 1) // MULTIPLE
+    prefix = tl.sum(tl.where(m_before, units, 0), 0) * (MULTIPLE // 2)
+    uneven = tl.max((units * (MULTIPLE // 2)) & 7, 0)
     # The tail begins where the last group ends, and takes all entries that are left.  Each is
     # like a group of its own, of 16 rows, and narrower at the end of the buffer.
     in_tail = group >= groups
@@ -64,19 +69,22 @@ def _table_kernel(
     width = (count + MULTIPLE - 1) // MULTIPLE * (MULTIPLE // 2)
     count = tl.where(in_tail, blocks, (count + 15) // 16)
     count = tl.minimum(count, blocks - tl.minimum(first_block, blocks))
-    i_entry = tl.arange(0, 8)[None, :]
-    for i in range(0, count, CHUNK):
-        i_block = i + tl.arange(0, CHUNK)[:, None]
+    zero = tl.zeros([CHUNK], tl.int32)
+    for i in range(tl.program_id(1) * CHUNK, count, tl.num_programs(1) * CHUNK):
+        i_block = i + tl.arange(0, CHUNK)
         first = tl.minimum(start + i_block * 16, end)
         bytes_before = tl.where(in_tail, 0, i_block * 8)
         of_columns = prefix + i_block * 8 - bytes_before
         left = tl.minimum(tl.maximum(bound - of_columns, 0), 8)
-        entry = tl.where(i_entry == 0, first, tl.minimum(first + 16, end))
-        entry = tl.where(i_entry == 2, group, entry)
-        entry = tl.where(i_entry == 3, of_columns, entry)
-        entry = tl.where(i_entry == 4, tl.where(in_tail, left, width), entry)
-        entry = tl.where(i_entry == 5, bytes_before, entry)
-        tl.store(p_table + (first_block + i_block) * 8 + i_entry, entry, mask=i_block < count)
+        in_group = tl.where(in_tail, left, zero + width)
+        parts = parts_of(first_block + i_block, in_group - bytes_before, bytes_before)
+        of_block = uneven | (in_tail & (left < 8)).to(tl.int32)
+        entry = (
+            first, tl.minimum(first + 16, end), zero + group, of_columns,
+            in_group, bytes_before, parts, of_block,
+        )  # fmt: skip
+        p_entry = p_table + (first_block + i_block[:, None]) * 8 + tl.arange(0, 8)[None, :]
+        tl.store(p_entry, together(entry, 3), mask=(i_block < count)[:, None])
 
 
 @triton.jit
@@ -132,18 +140,33 @@ def locate_blocks(p_table, rows, width, i_block, blocks):
 
 
 @triton.jit
+def look_at_blocks(p_table, i_first, NB: tl.constexpr, groups, rows, blocks, width):
+    """What is known of NB blocks from the first and the last of them.
+
+    Whether all are in the tail; whether all have all of their rows, and these are in groups; and
+    whether the bytes of some may lie elsewhere than at multiples of eight.
+    """
+    if p_table is None:
+        in_tail, whole, uneven = i_first < 0, 16 * (i_first + NB) <= rows, width & 7
+    else:
+        p_first, p_last = p_table + i_first * 8, p_table + (i_first + NB - 1) * 8
+        m_last = i_first + NB <= blocks
+        first, group = tl.load(p_first), tl.load(p_first + 2)
+        end = tl.load(p_last + 1, mask=m_last, other=0)
+        last_group = tl.load(p_last + 2, mask=m_last, other=0)
+        uneven = tl.load(p_last + 7, mask=m_last, other=1)
+        # Blocks are in order and have at most 16 rows.
+        in_tail, whole = group >= groups, (end - first == 16 * NB) & (last_group < groups)
+    return in_tail, whole, uneven
+
+
+@triton.jit
 def place_of(prefix, before, width, i_column, columns):
     """Where the bytes of blocks and columns ``(NB, BK)`` begin."""
     place = (prefix.to(tl.int64) * columns + before)[:, None]
     place += i_column.to(tl.int64)[None, :] * width[:, None]
     # Blocks of a group are side by side in memory: threads that are neighbours have them.
     return tl.max_contiguous(place, (8 * prefix.shape[0], 1))
-
-
-@triton.jit
-def _shifted_down(lower, upper, bits):
-    """The lower word of two after a shift to the right by fewer than 32 bits."""
-    return (lower >> bits) | ((upper << 1) << (bits ^ 31))
 
 
 @triton.jit
@@ -169,7 +192,7 @@ def load_words(p_codes, place, mask, left, size):
                 word |= byte.to(tl.uint32) << (8 * i)
         words += (word,)
     bits = (8 * low).to(tl.uint32)
-    return _shifted_down(words[0], words[1], bits), _shifted_down(words[1], words[2], bits)
+    return shifted_down(words[0], words[1], bits), shifted_down(words[1], words[2], bits)
 
 
 @triton.jit
@@ -182,71 +205,6 @@ def of_fours(words):
         evens, odds = tl.join(parts[i], parts[i + 4]), tl.join(parts[i + 2], parts[i + 6])
         flat += (tl.reshape(tl.join(evens, odds), [N]),)
     return flat
-
-
-@triton.jit
-def store_blocks(p_codes, place, words, mask):
-    """Eight bytes of each block to places ``(NB, BK)`` that are multiples of eight."""
-    block = words[0].to(tl.uint64) | (words[1].to(tl.uint64) << 32)
-    p_blocks = p_codes.to(tl.pointer_type(tl.uint64)) + (place >> 3)
-    tl.store(p_blocks, block, mask=mask)
-
-
-@triton.jit
-def _shifted_up(lower, upper, bits, PAIRS: tl.constexpr):
-    """The upper word of two after a shift to the left by fewer than 32 bits."""
-    if PAIRS:
-        return shifted_word(lower, upper, bits)
-    return (upper << bits) | ((lower >> 1) >> (bits ^ 31))
-
-
-@triton.jit
-def store_shifted(p_codes, place, words, mask, left, before, PAIRS: tl.constexpr):
-    """The same to any places, of each block as many bytes as are ``left`` of its group.
-
-    A word is stored with the block that has its last byte; its first ones are the last of the
-    block before.  Where no block of the program and the group is before a word, or after one,
-    bytes are stored.
-    """
-    NB: tl.constexpr = place.shape[0]
-    i_block = tl.arange(0, NB)
-    i_before = tl.broadcast_to(tl.maximum(i_block - 1, 0)[:, None], place.shape)
-    last = tl.gather(words[1], i_before, 0)
-    joined = ((i_block > 0) & (before > 0))[:, None]
-    count = tl.minimum(left, 8)[:, None]
-    low = (place & 3).to(tl.int32)
-    bits, filled = (low * 8).to(tl.uint32), low + count
-    p_bytes = p_codes + place
-    p_words = (p_bytes - low).to(tl.pointer_type(tl.uint32))
-    upper = _shifted_up(words[0], words[1], bits, PAIRS)
-    tl.store(p_words + 1, upper, mask=mask & (filled >= 8))
-    m_word = mask & (filled >= 4)
-    lower = _shifted_up(last, words[0], bits, PAIRS)
-    tl.store(p_words, lower, mask=m_word & (joined | (low == 0)))
-    # The first bytes of a block that nothing is before: one, two, or both.
-    m_first, odd = m_word & (joined == 0), low & 1
-    tl.store(p_bytes, words[0].to(tl.uint8), mask=m_first & (odd > 0))
-    p_two = (p_bytes + odd).to(tl.pointer_type(tl.uint16))
-    tl.store(p_two, (words[0] >> (8 * odd)).to(tl.uint16), mask=m_first & ((low == 1) | (low == 2)))
-    # The last bytes, unless the word they begin is stored with the next block.
-    completes = (filled & 3) + tl.minimum(left - 8, 8)[:, None] >= 4
-    alone = mask & ((completes & (i_block < NB - 1)[:, None]) == 0)
-    rest = tl.where(filled >= 4, filled & 3, count)
-    skipped = count - rest
-    end = tl.where(skipped >= 4, words[1], words[0])
-    bits = (8 * (skipped & 3)).to(tl.uint32)
-    end = tl.where(skipped < 4, _shifted_down(words[0], words[1], bits), end >> bits)
-    for i in tl.static_range(3):
-        byte = (end >> (8 * i)).to(tl.uint8)
-        tl.store(p_bytes + (skipped + i), byte, mask=alone & (i < rest))
-
-
-@triton.jit
-def clear_blocks(p_codes, place, mask, left):
-    """Zeros in place of the bytes of each block, as many as are ``left``."""
-    zeros = tl.zeros(place.shape, tl.uint8)
-    for i in range(tl.max(left, 0)):
-        tl.store(p_codes + (place + i), zeros, mask=mask & (i < left)[:, None])
 
 
 def new_columns(x_MK: Tensor, ends_G: Tensor | None, multiple: int) -> tuple[Tensor, Tensor]:
@@ -273,15 +231,23 @@ def are_words(rows: int, ends_G: Tensor | None, multiple: int) -> bool:
     return multiple == NVFP4_BLOCK or (ends_G is None and width % 8 == 0)
 
 
+def column_grid(scales_SK: Tensor, tile: dict[str, Any]) -> tuple[int, int, int]:
+    """A program for each few blocks of rows and columns: columns, and rows in two dimensions."""
+    blocks, columns = scales_SK.shape
+    down = triton.cdiv(blocks, tile["NB"])
+    layers = max(triton.cdiv(down, _DOWN), 1)
+    return triton.cdiv(columns, tile["BK"]), triton.cdiv(down, layers), layers
+
+
 def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | None:
     """Where the rows and the bytes of each block are: int32 ``(S, 8)``."""
     if ends_G is None:
         return None
     blocks, groups = block_count(rows, ends_G, NVFP4_BLOCK), len(ends_G)
     table_S8 = torch.empty(blocks, 8, dtype=torch.int32, device=ends_G.device)
-    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups), "CHUNK": 512}
+    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups), "CHUNK": 64, "num_warps": 1}
     bound = nvfp4_column_bytes(rows, 1, groups, multiple)
-    _table_kernel[(groups + 1,)](
+    _table_kernel[(groups + 1, _PROGRAMS)](
         ends_G.contiguous(),
         table_S8,
         groups,

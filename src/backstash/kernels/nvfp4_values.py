@@ -23,7 +23,9 @@ from backstash.kernels.hadamard import rotate_back
 from backstash.kernels.nvfp4 import cast_options, load_row_amax, row_tile
 from backstash.kernels.nvfp4_codes import apart, factor_of, together, values_of, values_of_words
 from backstash.kernels.nvfp4_columns import column_tile, load_column_amax
+from backstash.kernels.nvfp4_pairs import values_of_pairs
 from backstash.kernels.nvfp4_places import (
+    column_grid,
     column_table,
     column_width,
     load_words,
@@ -114,12 +116,17 @@ def _columns_kernel(
     BK: tl.constexpr,
     V: tl.constexpr,
 ):
-    chunks = tl.cdiv(columns, BK)
-    i_block = (tl.program_id(0) // chunks) * NB + tl.arange(0, NB)
-    i_column = tl.max_contiguous((tl.program_id(0) % chunks) * BK + tl.arange(0, BK), V)
+    i_first = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)) * NB
+    if i_first >= blocks:
+        return
+    if p_table is not None:
+        # Blocks that have rows come first.
+        has_rows = tl.load(p_table + i_first * 8 + 1) > tl.load(p_table + i_first * 8)
+    i_block = i_first + tl.arange(0, NB)
+    i_column = tl.max_contiguous(tl.program_id(0) * BK + tl.arange(0, BK), V)
     m_column = i_column < columns
     first, end, group, prefix, width, before = locate_blocks(p_table, rows, width, i_block, blocks)
-    if p_table is not None and tl.max(tl.where(i_block < blocks, end - first, 0), 0) == 0:
+    if p_table is not None and has_rows == 0:
         return
     # The tail is written, as zeros, and never read.
     m_read = (group < groups) & (i_block < blocks)
@@ -131,7 +138,10 @@ def _columns_kernel(
     factor = tl.where(tl.reshape(mask, [NB * BK]), factor_of(scale, amax), 0.0)
     place = place_of(prefix, before, width, i_column, columns)
     words = load_words(p_codes, place, mask, width - before, size)
-    y = values_of_words(of_fours(words), factor)
+    if p_rotation is None and p_y.dtype.element_ty == tl.bfloat16:
+        y = values_of_pairs(of_fours(words), factor)
+    else:
+        y = values_of_words(of_fours(words), factor)
     if p_rotation is not None:
         y = rotate_back(y)
     p_tile = p_y + first.to(tl.int64)[:, None] * columns + i_column[None, :]
@@ -184,12 +194,12 @@ def dequantize_nvfp4_columns(
     """Values ``(rows, K)`` of ``quantize_nvfp4_columns``, rotated back; the tail is zero."""
     scales_SK, multiple = scales_SK.contiguous(), row_multiple(rotation_BB)
     y_MK = torch.empty(rows, scales_SK.shape[1], dtype=dtype, device=codes.device)
-    tile, programs = column_tile(scales_SK)
+    tile = column_tile(scales_SK)
     codes = codes.contiguous()
     if not torch.compiler.is_compiling() and codes.data_ptr() % 4:
         codes = codes.clone()
-    if programs:
-        _columns_kernel[(programs,)](
+    if scales_SK.numel():
+        _columns_kernel[column_grid(scales_SK, tile)](
             codes,
             scales_SK,
             amax.contiguous(),

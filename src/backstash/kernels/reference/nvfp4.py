@@ -41,6 +41,7 @@ from backstash.kernels.reference.nvfp4_columns import (
 from backstash.kernels.reference.philox import random_bytes
 
 _LARGEST = 448.0 * 6.0
+_TINY = 2.0**-14
 # Streams of random bytes: what is quantized along two directions gets independent draws.
 _ROWS, _COLUMNS, _TILES = 0, 1, 2
 
@@ -230,8 +231,8 @@ def _quantize(
         six, four = _e4m3(sixth), _e4m3(sixth * 1.5)
         errs_less = _error(x, four, amax) < _error(x, six, amax)
         scale = torch.where(errs_less, four, six)
-    scaled = x * _multiplier(scale, over_all)[..., None]
-    codes = _nearest(scaled) if draws is None else _drawn(scaled, draws)
+    multiplier = _multiplier(scale, over_all)[..., None]
+    codes = _nearest(x * multiplier) if draws is None else _drawn(x * (multiplier * _TINY), draws)
     return codes, scale.to(torch.float8_e4m3fn).view(torch.uint8).contiguous()
 
 
@@ -279,15 +280,15 @@ def _nearest(scaled: Tensor) -> Tensor:
     return _signed(code, scaled)
 
 
-def _drawn(scaled: Tensor, draws: Tensor) -> Tensor:
-    """One of the two codes around each value, the nearer the likelier."""
-    # Codes rise by one each half up to 2, each whole up to 4, each two up to 6.  From 128 on,
-    # the sum of where a value lies between codes and of its draw is rounded to 16 binary places.
-    half = scaled.abs() * 0.5
-    place = 128.0 + draws.float() * (1.0 / 256.0)
+def _drawn(tiny: Tensor, draws: Tensor) -> Tensor:
+    """One of the two codes around each value, which is 2^-14 of it, the nearer the likelier."""
+    # Codes rise by one each half up to 2, each whole up to 4, each two up to 6.  In float64 the
+    # sum of where a value lies between codes and of its draw is exact where it matters.
+    half = tiny.abs().double() * (0.5 / _TINY)
+    place = draws.double() * (1.0 / 256.0)
     for step, height in enumerate((4.0, 2.0, 1.0)):
         place = place + (half - step).clamp(0.0, 1.0) * height
-    return _signed((place.floor() - 128.0).nan_to_num(0.0).byte(), scaled)
+    return _signed(place.floor().nan_to_num(0.0).byte(), tiny)
 
 
 def _signed(code: Tensor, scaled: Tensor) -> Tensor:
