@@ -175,7 +175,8 @@ def _counts_of(
     if tally is not None and tally.expert_TK is expert_TK and tally.before_SB is not None:
         last = first + num_experts
         if first >= 0 and last <= tally.counts_E.shape[0]:
-            return tally.before_SB[:, first:], tally.counts_E[first:last]
+            counts_E = tally.counts_E.narrow(0, first, num_experts)
+            return tally.before_SB.narrow(1, first, num_experts), counts_E
     _, total_E, before_SB = _count(expert_TK, num_experts, first)
     return before_SB, total_E
 
