@@ -176,23 +176,33 @@ def load_words(p_codes, place, mask, left, size):
     They are in two or three words of the buffer, of which no byte past its ``size`` is read.
     """
     low = (place & 3).to(tl.int32)
-    place -= low
-    words = ()
-    for k in tl.static_range(3):
-        m_word = mask & (4 * k - low < tl.minimum(left, 8)[:, None])
-        o_word = place + 4 * k
-        p_word = (p_codes + o_word).to(tl.pointer_type(tl.uint32))
-        # Threads that are neighbours read blocks of a column, which are side by side.
-        p_word = tl.max_contiguous(p_word, (place.shape[0], 1))
-        word = tl.load(p_word, mask=m_word & (o_word + 4 <= size), other=0)
-        if size % 4 != 0:
-            for i in tl.static_range(3):
-                m_byte = m_word & (o_word + 4 > size) & (o_word + i < size)
-                byte = tl.load(p_codes + o_word + i, mask=m_byte, other=0)
-                word |= byte.to(tl.uint32) << (8 * i)
-        words += (word,)
+    # Threads that are neighbours read blocks of a column, which are side by side.
+    p_bytes = tl.max_contiguous(p_codes + (place - low), (place.shape[0], 1))
+    count = low + tl.minimum(left, 8)[:, None]
+    if size % 4 == 0:
+        # A word with a byte of the buffer is all in it.
+        p_words = p_bytes.to(tl.pointer_type(tl.uint32))
+        first = tl.load(p_words, mask=mask & (count > 0), other=0)
+        second = tl.load(p_words + 1, mask=mask & (count > 4), other=0)
+        third = tl.load(p_words + 2, mask=mask & (count > 8), other=0)
+    else:
+        rest = size - (place - low)
+        first = _load_word(p_bytes, mask & (count > 0), rest)
+        second = _load_word(p_bytes + 4, mask & (count > 4), rest - 4)
+        third = _load_word(p_bytes + 8, mask & (count > 8), rest - 8)
     bits = (8 * low).to(tl.uint32)
-    return shifted_down(words[0], words[1], bits), shifted_down(words[1], words[2], bits)
+    return shifted_down(first, second, bits), shifted_down(second, third, bits)
+
+
+@triton.jit
+def _load_word(p_bytes, mask, rest):
+    """Four bytes at multiples of four as a word, zeros where no byte is left."""
+    p_word = p_bytes.to(tl.pointer_type(tl.uint32))
+    word = tl.load(p_word, mask=mask & (rest >= 4), other=0)
+    for i in tl.static_range(3):
+        byte = tl.load(p_bytes + i, mask=mask & (rest < 4) & (rest > i), other=0)
+        word |= byte.to(tl.uint32) << (8 * i)
+    return word
 
 
 @triton.jit
