@@ -201,8 +201,7 @@ def test_the_tokens_are_saved_once_and_the_pre_activation_of_each_row(dtype, sha
     pre_activations = (T * K * 2 * I + T * 2 * shared) * size
     router = T * K * (8 + 4)  # choice and weights
     rows = T * K * (4 + 8 + 8)  # a weight, a source, a slot
-    # Each grouped tensor has a byte that says if more rows came than fit: h, and shared's x, h.
-    ends = E * 4 + 1 + (4 + 2 if shared else 0)
+    ends = E * 4 + (4 if shared else 0)
     assert meter.bytes == tokens + pre_activations + router + rows + ends
 
 
