@@ -9,17 +9,20 @@ from twin_cases import random_counts
 pytestmark = pytest.mark.gpu
 
 
-def stored(parts: int, place: int) -> list[int]:
-    """The bytes that a block whose bytes begin at ``place`` stores, by its parts."""
+def stored(parts, place):
+    """All bytes that blocks whose bytes begin at places store, by their parts; flat."""
     skipped = -place % 4
     parts, first = parts >> 8 * skipped, place + skipped
     end = first + 4 * (parts & 1)
-    spans = [
-        range(first, first + 4), range(first + 4, first + 8), range(place, place + 1),
-        range(first - 2, first), range(first - 2, first - 1),
-        range(end, end + 2), range(end, end + 1), range(end + 2, end + 3),
-    ]  # fmt: skip
-    return [byte for bit, span in enumerate(spans) if parts >> bit & 1 for byte in span]
+    # Where the bytes of each of the eight parts begin, and how many there are.
+    starts = [first, first + 4, place, first - 2, first - 2, end, end, end + 2]
+    sizes = [4, 4, 1, 2, 1, 2, 1, 1]
+    found = [
+        (start + byte)[(parts >> bit & 1).bool()]
+        for bit, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for byte in range(size)
+    ]
+    return torch.cat(found)
 
 
 def check_parts(counts, tail):
@@ -29,18 +32,16 @@ def check_parts(counts, tail):
     rows, ends, columns = sum(counts) + tail, torch.tensor(counts).cumsum(0).int(), 5
     table = column_table(ends.cuda(), rows, 2)
     assert table is not None
+    before_group, width, before, parts = table.cpu().long().T[3:7, :, None]
     size = kernels.nvfp4_column_bytes(rows, columns, len(counts), 2)
+    place = before_group * columns + before + torch.arange(columns) * width
     for base in range(4):
-        found = []
-        for _, _, _, before_group, width, before, parts, _ in table.tolist():
-            for column in range(columns):
-                place = base + before_group * columns + before + column * width
-                found += stored(parts % 2**32, place)
-        assert sorted(found) == list(range(base, base + size))
+        found = stored((parts % 2**32).expand_as(place), place + base)
+        assert torch.equal(found.sort().values, torch.arange(base, base + size))
 
 
 def test_every_byte_is_stored_once():
-    for counts, tail in [([33, 0, 64, 1, 95], 7), *random_counts(30)]:
+    for counts, tail in [([33, 0, 64, 1, 95], 7), ([1, 2, 3, 4, 5, 6], 0), *random_counts(30)]:
         check_parts(counts, tail)
 
 
