@@ -47,6 +47,10 @@ def test_groups_are_the_references(counts: list[int], dtype: torch.dtype) -> Non
     check(x.to(dtype), ends_G)
 
 
+def test_a_matrix_without_rows_is_the_references() -> None:
+    check(torch.empty(0, 48, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("columns", [1, 16, 130, 300])
 def test_random_splits_are_the_references(columns: int) -> None:
     for counts, tail in random_counts(10):
@@ -66,6 +70,10 @@ def test_rows_of_a_map_are_the_references(columns: int) -> None:
             there = [one.cuda(non_blocking=True) for one in (x, ends_G, source_T)]
             found = kernels.quantize_float8_turned(there[0], E4M3, *there[1:])
         assert_turned(found, wanted)
+
+
+def test_a_buffer_without_rows_is_the_references() -> None:
+    check(torch.zeros(0, 32).bfloat16(), torch.tensor([0, 0, 0]))
 
 
 @by_special

@@ -287,7 +287,7 @@ def _quantize(
     sizes = groups, rows, columns, x_TK.stride(0), blocks
     programs = blocks * ceil_div(columns, _AMAX_TILE["BK"])
     if programs:
-        amax_T = amax if scaled_rows else None
+        amax_T = None if codes_TK is None else amax
         _find_amax(programs, x_TK, source_T, amax[start:], amax_T, table, *sizes, **_AMAX_TILE)
     amax = amax.view(torch.float32)
     scale_inv = torch.empty_like(amax)
@@ -301,9 +301,9 @@ def _quantize(
             x_TK,
             source_T,
             scale[start:],
-            scale if scaled_rows else None,
+            None if codes_TK is None else scale,
             turned_KP,
-            None if codes_TK is None else codes_TK.view(code_dtype),
+            codes_TK.view(code_dtype) if codes_TK is not None and rows else None,
             ends_G,
             padded_G,
             table,
