@@ -14,7 +14,7 @@ E4M3 = torch.float8_e4m3fn
 ANOTHER_ORDER = 64
 
 
-@pytest.mark.parametrize("columns", [80, 512])
+@pytest.mark.parametrize("columns", [32, 512])
 def test_scales_are_those_of_the_largest_magnitudes(columns: int) -> None:
     from backstash.kernels.activation_magnitudes import gradient_scales
     from backstash.kernels.float8_turned import prepare
@@ -38,9 +38,9 @@ def test_scales_are_those_of_the_largest_magnitudes(columns: int) -> None:
         wanted = kernels.scale_from_amax(x.float(), largest=448.0)
         assert torch.equal(found[0], wanted)
         assert torch.equal(found[1], torch.ones_like(wanted) / wanted)
+    assert into.dprob_T is not None
     if columns > ANOTHER_ORDER:
-        assert into.dprob_T is not None
-    assert torch.equal(dprob, into.dprob_T)
+        assert torch.equal(dprob, into.dprob_T)
     torch.testing.assert_close(dprob, into.dprob_T)
 
 

@@ -72,10 +72,6 @@ def test_rows_of_a_map_are_the_references(columns: int) -> None:
         assert_turned(found, wanted)
 
 
-def test_a_buffer_without_rows_is_the_references() -> None:
-    check(torch.zeros(0, 32).bfloat16(), torch.tensor([0, 0, 0]))
-
-
 @by_special
 @pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
 def test_special_values_are_the_references(special: list[float], code: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import ceil_div
 
 # Rows of a step and columns of a strip.
-_TILE: dict[str, Any] = {"B": 128, "BK": 64, "num_warps": 16}
+_TILE: dict[str, Any] = {"B": 128, "BK": 128, "num_warps": 16}
 
 
 @triton.jit
