@@ -22,7 +22,11 @@ by_device = pytest.mark.parametrize(
 
 
 def run_interpreted(file: str) -> None:
-    """Run the tests of a file that need the interpreter, and see that all of them ran."""
+    """Run the tests of a file that need the interpreter, and see that all of them ran.
+
+    That of Triton 3.6 stumbles over numpy 2.4, which makes no number of an array of one element.
+    """
+    pytest.importorskip("triton", minversion="3.9")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "interpreted", file]
     # A plugin would take the run for a part of this one.
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

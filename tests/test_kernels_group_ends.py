@@ -24,7 +24,6 @@ by_rows = pytest.mark.parametrize("rows", [0, 1, 4, 9, 16, 10**6])
 
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

@@ -15,7 +15,6 @@ by_wide = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=s
 
 
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

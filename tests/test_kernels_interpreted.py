@@ -42,7 +42,6 @@ BEYOND = {
 
 
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

@@ -31,7 +31,6 @@ by_direction = pytest.mark.parametrize("direction", ["rows", "columns", "tiles"]
 
 @pytest.mark.slow
 def test_the_interpreted_twins_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

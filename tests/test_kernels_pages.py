@@ -31,7 +31,6 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def test_the_interpreted_twins_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

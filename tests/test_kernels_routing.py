@@ -22,7 +22,6 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

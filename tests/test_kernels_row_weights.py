@@ -19,7 +19,6 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=
 
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

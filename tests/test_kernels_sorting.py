@@ -21,7 +21,6 @@ by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(s
 
 
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

@@ -18,7 +18,6 @@ BLOCK = 32
 
 @pytest.mark.slow
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 

@@ -12,7 +12,6 @@ from quantizer_cases import by_counts
 
 
 def test_the_interpreted_kernels_pass_these_tests() -> None:
-    pytest.importorskip("triton")
     run_interpreted(__file__)
 
 
