@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_of
 from backstash.kernels.free_pages import find_page, next_part
 
 LINE = tl.constexpr(128)
 #: Can memory be asked for what is loaded later?  An interpreter has no such instruction.
-AHEAD = tl.constexpr(not triton.knobs.runtime.interpret)
+AHEAD = tl.constexpr(not knobs.runtime.interpret)
 
 
 @triton.jit
