@@ -55,6 +55,15 @@ def curve_of(x, CURVE: tl.constexpr):
 
 
 @triton.jit
+def prob_of(p_prob, i_row, m_row, prob_stride):
+    """The routing weights of some rows; None if there are none."""
+    prob = None
+    if p_prob is not None:
+        prob = tl.load(p_prob + i_row * prob_stride, mask=m_row, other=0).to(tl.float32)
+    return prob
+
+
+@triton.jit
 def _activate_kernel(
     p_gate,
     p_up,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backstash.kernels.activation import activate, curve_of, halves
+from backstash.kernels.activation import activate, curve_of, halves, prob_of
 from backstash.kernels.blocks import new_bytes, unit_columns
 from backstash.kernels.cast.lines import LONGEST_LINE
 from backstash.kernels.cast.scales import scale_of, scaling_of
@@ -73,9 +73,7 @@ def _activate_rows_kernel(
     i_row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     m_row = i_row < rows
     o_row = i_row * h_stride
-    prob = None
-    if p_prob is not None:
-        prob = tl.load(p_prob + i_row * prob_stride, mask=m_row, other=0).to(tl.float32)
+    prob = prob_of(p_prob, i_row, m_row, prob_stride)
     i_column = tl.arange(0, L)
     m_column = i_column < columns
     a = _part(p_gate, p_up, o_row, m_row, i_column, m_column, prob, CURVE)

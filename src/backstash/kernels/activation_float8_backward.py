@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backstash.kernels.activation import activate_backward, halves
+from backstash.kernels.activation import activate_backward, halves, prob_of
 from backstash.kernels.activation_magnitudes import (
     BLOCK_ROWS,
     MOST_COLUMNS,
     gradient_scales,
     gradients_of,
-    prob_of,
 )
 from backstash.kernels.blocks import locate_block, new_bytes, unit_columns
 from backstash.kernels.float8_matmul import turned_places, zero_empty_group

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backstash.kernels.activation import curve_of, halves
+from backstash.kernels.activation import curve_of, halves, prob_of
 from backstash.kernels.blocks import locate_block
 from backstash.kernels.cast.pairs import larger_pair, magnitudes
 from backstash.kernels.cast.scales import scale_of, scaling_of
@@ -105,15 +105,6 @@ def words_of(x):
         is_pure=True,
         pack=1,
     )
-
-
-@triton.jit
-def prob_of(p_prob, i_row, m_row, prob_stride):
-    """The routing weights of some rows; None if there are none."""
-    prob = None
-    if p_prob is not None:
-        prob = tl.load(p_prob + i_row * prob_stride, mask=m_row, other=0).to(tl.float32)
-    return prob
 
 
 @triton.jit

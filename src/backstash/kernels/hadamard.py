@@ -27,6 +27,7 @@ from backstash.kernels.blocks import (
 )
 from backstash.kernels.nvfp4_places import find_block
 from backstash.kernels.reference.hadamard import SIGNS
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 # The rows whose sign is minus, as bits.
 _MINUS = tl.constexpr(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
@@ -163,9 +164,9 @@ def rotated_column_amax(
     groups = group_number(ends_G)
     amax_GK = torch.zeros(groups, columns, dtype=torch.int32, device=x_MK.device)
     B, BK, warps = _FEW if rows < groups * 2 * _MANY[0] else _MANY
-    BK = min(BK, max(32, triton.next_power_of_2(columns)))
+    BK = min(BK, max(32, next_power_of_2(columns)))
     tile: dict[str, Any] = {"B": B, "BK": BK, "V": _COLUMNS_A_THREAD, "num_warps": warps}
-    programs = block_count(rows, ends_G, B) * triton.cdiv(columns, BK)
+    programs = block_count(rows, ends_G, B) * ceil_div(columns, BK)
     if programs:
         _rotated_amax_kernel[(programs,)](
             x_MK,
@@ -177,7 +178,7 @@ def rotated_column_amax(
             columns,
             x_MK.stride(0),
             **tile,
-            BG=triton.next_power_of_2(groups),
+            BG=next_power_of_2(groups),
             # A quarter is exact, a sum is rounded: one may not be added to the other unrounded.
             enable_fp_fusion=False,
         )

@@ -45,6 +45,7 @@ from backstash.kernels.nvfp4_pairs import (
 from backstash.kernels.nvfp4_places import find_block
 from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 # Rows, blocks of columns, and steps of a program, and its warps.  A thread has two blocks a step
 # and, of tiles, four; programs with groups have few rows, or fewer of them would be full.
@@ -243,8 +244,8 @@ def quantize_nvfp4_tiles(
     """
     if into is None:
         blocks = block_count(len(x_MK), ends_G, NVFP4_BLOCK)
-        scales_SC = new_bytes(blocks, triton.cdiv(x_MK.shape[1], NVFP4_BLOCK), like=x_MK)
-        codes = new_bytes(len(x_MK), triton.cdiv(x_MK.shape[1], 2), like=x_MK)
+        scales_SC = new_bytes(blocks, ceil_div(x_MK.shape[1], NVFP4_BLOCK), like=x_MK)
+        codes = new_bytes(len(x_MK), ceil_div(x_MK.shape[1], 2), like=x_MK)
     else:
         codes, scales_SC = into.buffers
     outputs = (codes, None, scales_SC)
@@ -255,8 +256,8 @@ def quantize_nvfp4_tiles(
 def new_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales along rows that nobody has written yet."""
     rows, columns = x_MK.shape
-    scales_MC = new_bytes(rows, triton.cdiv(columns, NVFP4_BLOCK), like=x_MK)
-    return new_bytes(rows, triton.cdiv(columns, 2), like=x_MK), scales_MC
+    scales_MC = new_bytes(rows, ceil_div(columns, NVFP4_BLOCK), like=x_MK)
+    return new_bytes(rows, ceil_div(columns, 2), like=x_MK), scales_MC
 
 
 def _quantize(
@@ -291,7 +292,7 @@ def _quantize(
             WORDS=width % 8 == 0,
             CANDIDATES=candidates,
             PAIRS=are_pairs(x_MK, candidates),
-            BG=triton.next_power_of_2(groups),
+            BG=next_power_of_2(groups),
         )
 
 
@@ -300,12 +301,12 @@ def row_tile(
 ) -> tuple[dict[str, Any], int]:
     """The constants of a launch of programs of some shape, and how many there are."""
     B, BC, steps, warps = shape
-    blocks = triton.cdiv(columns, NVFP4_BLOCK)
-    BC = min(BC, triton.next_power_of_2(max(8, blocks)))
+    blocks = ceil_div(columns, NVFP4_BLOCK)
+    BC = min(BC, next_power_of_2(max(8, blocks)))
     # As many steps as leave the fewest without a block.
-    slices = max(1, triton.cdiv(blocks, BC))
-    steps = min(range(1, steps + 1), key=lambda step: (triton.cdiv(slices, step) * step, -step))
-    programs = block_count(rows, ends_G, B) * triton.cdiv(blocks, BC * steps)
+    slices = max(1, ceil_div(blocks, BC))
+    steps = min(range(1, steps + 1), key=lambda step: (ceil_div(slices, step) * step, -step))
+    programs = block_count(rows, ends_G, B) * ceil_div(blocks, BC * steps)
     return {"B": B, "BC": BC, "STEPS": steps, "num_warps": warps}, programs
 
 

@@ -32,6 +32,7 @@ from backstash.kernels.nvfp4_places import (
 )
 from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK
+from backstash.kernels.sizes import ceil_div
 
 # A program of each direction has as many values: 16 rows by 512, or 128 rows by 64 columns.
 _ROW_BLOCKS, _COLUMNS, _COLUMNS_A_THREAD = 32, 64, 4
@@ -112,7 +113,7 @@ def quantize_nvfp4_both(
     """Codes and scales along rows, and those down columns; the transform is for columns."""
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
-    multiple, slices = row_multiple(rotation_BB), triton.cdiv(columns, NVFP4_BLOCK)
+    multiple, slices = row_multiple(rotation_BB), ceil_div(columns, NVFP4_BLOCK)
     if into is None:
         into = Into(new_rows(x_MK) + new_columns(x_MK, ends_G, multiple))
     outputs = into.buffers
@@ -122,8 +123,8 @@ def quantize_nvfp4_both(
         "BC": _ROW_BLOCKS, "NB": BLOCKS.value, "BK": _COLUMNS, "V": _COLUMNS_A_THREAD
     }  # fmt: skip
     programs = max(
-        blocks * triton.cdiv(slices, _ROW_BLOCKS),
-        triton.cdiv(blocks, BLOCKS.value) * triton.cdiv(columns, _COLUMNS),
+        blocks * ceil_div(slices, _ROW_BLOCKS),
+        ceil_div(blocks, BLOCKS.value) * ceil_div(columns, _COLUMNS),
     )
     row_amax, column_amax = amax
     if programs:

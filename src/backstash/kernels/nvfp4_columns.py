@@ -53,6 +53,7 @@ from backstash.kernels.nvfp4_places import (
     row_multiple,
 )
 from backstash.kernels.reference.into import Into, noop_of
+from backstash.kernels.sizes import next_power_of_2
 
 _COLUMNS, _COLUMNS_A_THREAD = 64, 4
 # With so many a thread, seven programs fit on a multiprocessor of Hopper.
@@ -319,7 +320,7 @@ def quantize_nvfp4_columns(
 
 def column_tile(scales_SK: Tensor) -> dict[str, Any]:
     """The constants of a launch."""
-    BK = min(_COLUMNS, max(16, triton.next_power_of_2(scales_SK.shape[1])))
+    BK = min(_COLUMNS, max(16, next_power_of_2(scales_SK.shape[1])))
     # No product may be added without having been rounded.
     return {
         "NB": BLOCKS.value,

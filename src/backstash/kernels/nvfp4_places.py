@@ -24,6 +24,7 @@ from backstash.kernels.blocks import block_count, new_bytes
 from backstash.kernels.nvfp4_codes import apart, together
 from backstash.kernels.nvfp4_parts import parts_of, shifted_down
 from backstash.kernels.reference.nvfp4_columns import NVFP4_BLOCK, nvfp4_column_bytes
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 # How many programs share the entries of a group.
 _PROGRAMS = 16
@@ -232,7 +233,7 @@ def row_multiple(rotation_BB: Tensor | None) -> int:
 
 def column_width(rows: int, ends_G: Tensor | None, multiple: int) -> int:
     """Bytes of a column of a matrix without groups; the table knows those of groups."""
-    return triton.cdiv(rows, multiple) * multiple // 2 if ends_G is None else 0
+    return ceil_div(rows, multiple) * multiple // 2 if ends_G is None else 0
 
 
 def are_words(rows: int, ends_G: Tensor | None, multiple: int) -> bool:
@@ -244,9 +245,9 @@ def are_words(rows: int, ends_G: Tensor | None, multiple: int) -> bool:
 def column_grid(scales_SK: Tensor, tile: dict[str, Any]) -> tuple[int, int, int]:
     """A program for each few blocks of rows and columns: columns, and rows in two dimensions."""
     blocks, columns = scales_SK.shape
-    down = triton.cdiv(blocks, tile["NB"])
-    layers = max(triton.cdiv(down, _DOWN), 1)
-    return triton.cdiv(columns, tile["BK"]), triton.cdiv(down, layers), layers
+    down = ceil_div(blocks, tile["NB"])
+    layers = max(ceil_div(down, _DOWN), 1)
+    return ceil_div(columns, tile["BK"]), ceil_div(down, layers), layers
 
 
 def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | None:
@@ -255,7 +256,7 @@ def column_table(ends_G: Tensor | None, rows: int, multiple: int) -> Tensor | No
         return None
     blocks, groups = block_count(rows, ends_G, NVFP4_BLOCK), len(ends_G)
     table_S8 = torch.empty(blocks, 8, dtype=torch.int32, device=ends_G.device)
-    tile: dict[str, Any] = {"BG": triton.next_power_of_2(groups), "CHUNK": 64, "num_warps": 1}
+    tile: dict[str, Any] = {"BG": next_power_of_2(groups), "CHUNK": 64, "num_warps": 1}
     bound = nvfp4_column_bytes(rows, 1, groups, multiple)
     _table_kernel[(groups + 1, _PROGRAMS)](
         ends_G.contiguous(),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backstash.kernels.reference.transpose import PAIRS, check_codes
+from backstash.kernels.sizes import ceil_div
 
 _ROWS, _COLUMNS = 64, 128
 
@@ -91,10 +92,10 @@ def transpose_codes(codes: Tensor) -> Tensor:
     *matrices, rows, columns = codes.shape
     shape, kernel = (columns, rows), _transpose_kernel
     if dtype is PAIRS:
-        shape, kernel = (2 * columns, triton.cdiv(rows, 2)), _transpose_pairs_kernel
+        shape, kernel = (2 * columns, ceil_div(rows, 2)), _transpose_pairs_kernel
     turned = torch.empty(*matrices, *shape, dtype=torch.uint8, device=codes.device)
-    programs = turned.shape[:-2].numel() * triton.cdiv(shape[1], _ROWS)
-    programs *= triton.cdiv(columns, _COLUMNS)
+    programs = turned.shape[:-2].numel() * ceil_div(shape[1], _ROWS)
+    programs *= ceil_div(columns, _COLUMNS)
     tile: dict[str, Any] = {"BM": _ROWS, "BK": _COLUMNS}
     if programs:
         kernel[(programs,)](

@@ -27,6 +27,7 @@ from backstash.kernels.blocks import (
 )
 from backstash.kernels.cast.exponents import exponent_of, factor_of, multiplier_of
 from backstash.kernels.reference.into import Into, noop_of
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 _BLOCK = 32
 # Codes along rows need no block of rows: few rows and many slices fill whole sectors.
@@ -279,7 +280,7 @@ def quantize_mx_tiles(
     x_MK: Tensor, ends_G: Tensor | None = None, *, into: Into | None = None
 ) -> Buffers:
     """MXFP8 in tiles of 32 by 32: codes ``(M, K)`` and exponents ``(S, ceil(K/32))``, bytes."""
-    shape = block_count(len(x_MK), ends_G, _BLOCK), triton.cdiv(x_MK.shape[1], _BLOCK)
+    shape = block_count(len(x_MK), ends_G, _BLOCK), ceil_div(x_MK.shape[1], _BLOCK)
     codes_MK, exponent_SC = _buffers(x_MK, shape) if into is None else into.buffers
     _quantize_blocks(x_MK, ends_G, (None, None, codes_MK, None, exponent_SC), noop_of(into))
     return codes_MK, exponent_SC
@@ -319,7 +320,7 @@ def dequantize_mx_tiles(
 
 
 def _row_shape(x_MK: Tensor) -> tuple[int, int]:
-    return len(x_MK), triton.cdiv(x_MK.shape[1], _BLOCK)
+    return len(x_MK), ceil_div(x_MK.shape[1], _BLOCK)
 
 
 def _column_shape(x_MK: Tensor, ends_G: Tensor | None) -> tuple[int, int]:
@@ -340,8 +341,8 @@ def _quantize_blocks(
     x_MK = unit_columns(x_MK)
     rows, columns = x_MK.shape
     row_codes, row_exponents, codes, column_exponents, tile_exponents = outputs
-    tile = {"B": _BLOCK, **_TILE, "STEPS": min(_STEPS, max(1, triton.cdiv(columns, _TILE["BK"])))}
-    chunks = triton.cdiv(columns, tile["BK"] * tile["STEPS"])
+    tile = {"B": _BLOCK, **_TILE, "STEPS": min(_STEPS, max(1, ceil_div(columns, _TILE["BK"])))}
+    chunks = ceil_div(columns, tile["BK"] * tile["STEPS"])
     programs = block_count(rows, ends_G, _BLOCK) * chunks
     if programs:
         _quantize_blocks_kernel[(programs,)](
@@ -371,7 +372,7 @@ def _dequantize_blocks(
     rows, columns = codes_MK.shape
     y_MK = torch.empty(rows, columns, dtype=dtype, device=codes_MK.device)
     tile = {"B": _BLOCK, **_VALUES_TILE}
-    programs = block_count(rows, ends_G, _BLOCK) * triton.cdiv(columns, tile["BK"])
+    programs = block_count(rows, ends_G, _BLOCK) * ceil_div(columns, tile["BK"])
     if programs:
         _dequantize_blocks_kernel[(programs,)](
             codes_MK.view(torch.float8_e4m3fn),
@@ -390,11 +391,11 @@ def _dequantize_blocks(
 def _row_tile(x_MK: Tensor) -> tuple[dict[str, Any], int]:
     """The constants of a launch along rows, and how many programs it has."""
     rows, columns = x_MK.shape
-    slices = triton.cdiv(columns, _BLOCK)
-    BS = min(_ROW_SLICES, triton.next_power_of_2(max(1, slices)))
-    steps = min(_ROW_STEPS, max(1, triton.cdiv(slices, BS)))
+    slices = ceil_div(columns, _BLOCK)
+    BS = min(_ROW_SLICES, next_power_of_2(max(1, slices)))
+    steps = min(_ROW_STEPS, max(1, ceil_div(slices, BS)))
     # The first row of a program is addressed in 64 bits; its others, from there, in fewer.
     farthest = (_ROWS + 1) * max(x_MK.stride(0), columns)
     offset: Any = tl.int32 if farthest < 2**31 else tl.int64
-    programs = triton.cdiv(rows, _ROWS) * triton.cdiv(slices, BS * steps)
+    programs = ceil_div(rows, _ROWS) * ceil_div(slices, BS * steps)
     return {"B": _ROWS, "BS": BS, "STEPS": steps, "OFFSET": offset}, programs

@@ -17,9 +17,9 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from backstash.device import capability, processor_count
 from backstash.kernels.blocks import block_count, block_table, group_number
 from backstash.kernels.quantized_matmul.blocks import block_mm_kernel, turn_blocks
 from backstash.kernels.quantized_matmul.mx import mx_mm_kernel
@@ -27,6 +27,7 @@ from backstash.kernels.quantized_matmul.nvfp4 import nvfp4_mm_kernel
 from backstash.kernels.reference import quantized_mm as reference
 from backstash.kernels.reference.hadamard import hadamard_matrix
 from backstash.kernels.reference.quantized_mm import Blocks, Codes, check_dw, check_dx, check_mm
+from backstash.kernels.sizes import ceil_div, next_power_of_2
 from backstash.kernels.tiles import groups_by_size
 from backstash.kernels.transposition import transpose_codes
 
@@ -107,7 +108,7 @@ def quantized_mm_dw(dy_TN: Codes, x_TK: Codes, ends_G: Tensor | None, dtype: tor
     shape = (M, columns) if ends_G is None else (groups, M, columns)
     dw = torch.empty(shape, dtype=dtype, device=x_TK.codes.device)
     table = None if ends_G is None else groups_by_size(ends_G, rows)
-    strips = groups * triton.cdiv(M, _ROWS)
+    strips = groups * ceil_div(M, _ROWS)
     sizes = groups, rows, 0, M, columns
     _launch(dy_TN, x_TK, dw, _Product(True, True, table, ends_G, strips, sizes))
     return dw
@@ -147,12 +148,12 @@ def _launch(a: Codes, b: Codes, out: Tensor, product: _Product) -> None:
         "B_COLUMNS": product.b_columns,
         "TILES": b.blocks is Blocks.TILES,
         "BM": _ROWS,
-        "BG": max(_FEWEST_ENDS, triton.next_power_of_2(product.sizes[0])),
+        "BG": max(_FEWEST_ENDS, next_power_of_2(product.sizes[0])),
     }
     kernel: Any
     if a.amax is not None and b.amax is not None:
         operands += [a.amax.contiguous(), b.amax.contiguous()]
-        rest = triton.cdiv(a.shape[1], 2), triton.cdiv(b.shape[1], 2)
+        rest = ceil_div(a.shape[1], 2), ceil_div(b.shape[1], 2)
         constants |= {"A_LINES": a.amax.ndim == 2, "B_LINES": b.amax.ndim == 2}
         if (
             not product.is_dw
@@ -175,10 +176,9 @@ def _launch(a: Codes, b: Codes, out: Tensor, product: _Product) -> None:
         kernel, tile = block_mm_kernel, _BLOCK_TILE
     else:
         kernel, tile = mx_mm_kernel, _MX_TILE
-    programs = tiles = product.strips * triton.cdiv(product.sizes[4], tile["BN"])
+    programs = tiles = product.strips * ceil_div(product.sizes[4], tile["BN"])
     if tile in (_HOPPER_MX_TILE, _HOPPER_BLOCK_TILE, _HOPPER_NVFP4_TILE):
-        processors = torch.cuda.get_device_properties(out.device).multi_processor_count
-        programs = min(tiles, processors)
+        programs = min(tiles, processor_count(out.device))
     kernel[(programs,)](*operands, out, *tables, *product.sizes, tiles, *rest, **constants, **tile)
 
 
@@ -212,7 +212,7 @@ def _is_hopper(a: Codes) -> bool:
     device = a.codes.device
     if not _HAS_GLUON or device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return capability(device)[0] == _HOPPER
 
 
 def _is_blocks(operand: Codes) -> bool:

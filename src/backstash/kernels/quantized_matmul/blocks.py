@@ -30,6 +30,7 @@ from backstash.kernels.quantized_matmul.places import (
     store_tile,
     units_before,
 )
+from backstash.kernels.sizes import ceil_div
 
 _WARPS = 8
 
@@ -167,7 +168,7 @@ def turn_blocks(codes_MK: Tensor, ends_G: Tensor | None) -> Tensor:
     rows, columns = codes_MK.shape
     blocks = block_count(rows, ends_G, 128)
     turned_SKB = torch.empty(blocks, columns, 128, dtype=torch.uint8, device=codes_MK.device)
-    programs = blocks * triton.cdiv(columns, 128)
+    programs = blocks * ceil_div(columns, 128)
     tile: dict[str, Any] = {"B": 128, "num_warps": _WARPS}
     if programs:
         _turn_kernel[(programs,)](
