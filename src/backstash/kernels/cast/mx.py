@@ -342,8 +342,7 @@ def _quantize_blocks(
     rows, columns = x_MK.shape
     row_codes, row_exponents, codes, column_exponents, tile_exponents = outputs
     tile = {"B": _BLOCK, **_TILE, "STEPS": min(_STEPS, max(1, ceil_div(columns, _TILE["BK"])))}
-    chunks = ceil_div(columns, tile["BK"] * tile["STEPS"])
-    programs = block_count(rows, ends_G, _BLOCK) * chunks
+    programs = block_count(rows, ends_G, _BLOCK) * ceil_div(columns, tile["BK"] * tile["STEPS"])
     if programs:
         _quantize_blocks_kernel[(programs,)](
             x_MK,
