@@ -12,6 +12,7 @@ from twins import Stack, gradients_of, stack_step
 
 from backstash.errors import ConfigError
 from backstash.weights import clip_gradients_, gradient_norm, shard_weights, sharded_weights
+from saving_cases import grad_of
 
 pytestmark = pytest.mark.distributed
 
@@ -59,6 +60,27 @@ def test_ranks_with_other_parameters_are_taken_together_where_that_is_said(ranks
 
 def test_without_a_gradient_the_norm_is_zero() -> None:
     assert gradient_norm([nn.Parameter(torch.zeros(2))]).item() == 0
+
+
+def with_gradient(values: list[float], dtype: torch.dtype) -> nn.Parameter:
+    p = nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    p.grad = torch.tensor(values, dtype=dtype)
+    return p
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_of_any_floating_dtype_have_a_norm(dtype: torch.dtype) -> None:
+    mixed = [with_gradient([3.0, 0.0], dtype), with_gradient([0.0, 4.0], torch.float32)]
+    assert gradient_norm(mixed).dtype is torch.float32
+    assert gradient_norm(mixed).item() == 5.0
+    assert clip_gradients_(mixed, 2.5).item() == 5.0
+    assert grad_of(mixed[0]).tolist() == [pytest.approx(1.5, rel=1e-3), 0.0]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e19])
+def test_the_norm_of_very_large_and_very_small_gradients_is_right(size: float) -> None:
+    several = [with_gradient([part * size], torch.float32) for part in (3.0, 4.0)]
+    assert gradient_norm(several).item() == pytest.approx(5 * size, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(("count", "norm_type"), [(0, 2.0), (1, 0.0), (1, float("nan"))])

@@ -49,9 +49,11 @@ def gradient_norm(
         sharding = p.sharding if isinstance(p, ShardedWeight) else None
         part = parts.setdefault(sharding and sharding.channel, [])
         if p.grad is not None and p.grad.numel():
-            norm = torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=torch.float32)
+            wide = torch.promote_types(p.grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=wide).double()
             part.append(norm if largest else norm**norm_type)
-    zero = torch.zeros((), device=parameters[0].device)
+    # Powers of norms that are far from one leave the range of float32.
+    zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     total = zero
     for channel, part in parts.items():
         sum_here = _together([zero, *(norm.to(zero.device) for norm in part)], largest=largest)
@@ -60,7 +62,7 @@ def gradient_norm(
         total = _together([total, sum_here], largest=largest)
     if across is not None:
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=across)
-    return total if largest else total ** (1.0 / norm_type)
+    return (total if largest else total ** (1.0 / norm_type)).float()
 
 
 def clip_gradients_(
