@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import subprocess
 import sys
@@ -287,6 +288,15 @@ def test_only_weights_of_matmuls_are_created_in_low_precision(
             assert isinstance(parameter, QuantizedTensor)
             assert parameter.format.name == stored
             assert parameter.usage is bs.Usage.BOTH
+
+
+@pytest.mark.parametrize("make", [bs.LayerNormMLP, functools.partial(bs.GroupedMLP, 2)])
+def test_a_weight_that_a_recipe_names_is_created_as_its_matmul_reads_it(
+    make: Callable[..., nn.Module],
+) -> None:
+    with bs.quantized_model_init(bs.recipe("mxfp8", keep_high_precision=("block.fc1",))):
+        module = make(32, 64, name="block")
+    assert quantized_names(module) == {"fc2_weight"}
 
 
 @each_module

@@ -203,8 +203,9 @@ class GroupedMLP(Layer):
         self.activation = checked_activation(activation)
         new = placement(device, dtype)
         columns = preactivation_columns(activation, ffn_hidden_size)
-        self.fc1_weight = self.make_parameter((num_gemms, columns, hidden_size), **new)
-        self.fc2_weight = self.make_parameter((num_gemms, hidden_size, ffn_hidden_size), **new)
+        fc1_shape, fc2_shape = (columns, hidden_size), (hidden_size, ffn_hidden_size)
+        self.fc1_weight = self.make_parameter((num_gemms, *fc1_shape), linear="fc1", **new)
+        self.fc2_weight = self.make_parameter((num_gemms, *fc2_shape), linear="fc2", **new)
         fc1_bias = torch.empty(num_gemms, columns, **new)
         fc2_bias = torch.empty(num_gemms, hidden_size, **new)
         self.fc1_bias = torch.nn.Parameter(fc1_bias) if bias else None

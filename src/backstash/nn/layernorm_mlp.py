@@ -145,9 +145,9 @@ class LayerNormMLP(Layer):
             torch.nn.Parameter(torch.empty(hidden_size, **new)) if has_norm_bias else None
         )
         columns = preactivation_columns(activation, ffn_hidden_size)
-        self.fc1_weight = self.make_parameter((columns, hidden_size), **new)
+        self.fc1_weight = self.make_parameter((columns, hidden_size), linear="fc1", **new)
         self.fc1_bias = self.make_parameter((columns,), **new) if bias else None
-        self.fc2_weight = self.make_parameter((hidden_size, ffn_hidden_size), **new)
+        self.fc2_weight = self.make_parameter((hidden_size, ffn_hidden_size), linear="fc2", **new)
         self.fc2_bias = self.make_parameter((hidden_size,), **new) if bias else None
         self.reset_parameters()
 

@@ -73,7 +73,7 @@ class QuantizedModule(nn.Module):
 
     def _new_call(self, linear: str) -> Call:
         force = in_force()
-        name = f"{self.name}.{linear}" if self.name and linear else self.name or linear
+        name = self._name_of(linear)
         call = Call(force.recipe, type(self).__name__, name)
         if force.recipe.choose is not None:
             force.recipe.check_products(call.module, name)
@@ -83,6 +83,10 @@ class QuantizedModule(nn.Module):
             if isinstance(format := call.format(op, phase), Float8Delayed)
         }
         return self._learning(call, linear, learnt) if learnt else call
+
+    def _name_of(self, linear: str) -> str:
+        """The name by which recipes know a matmul of this module."""
+        return ".".join(part for part in (self.name, linear) if part)
 
     def _learning(self, call: Call, linear: str, formats: Mapping[Operand, Float8Delayed]) -> Call:
         """The call, with the scales that these operands have learnt and will learn."""
@@ -119,15 +123,17 @@ class QuantizedModule(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        linear: str = "",
     ) -> nn.Parameter:
         """An uninitialized parameter; a weight is in low precision under ``quantized_model_init``.
 
         Shapes: ``(N,)`` for a bias, ``(N, K)`` for a weight, ``(G, N, K)`` for G weights.
+        ``linear`` names the matmul that reads it, as in :meth:`capture`.
         """
         plain = torch.empty(*shape, device=device, dtype=dtype)
         if len(shape) < 2 or (recipe := weight_recipe()) is None:
             return nn.Parameter(plain)
-        role = Role(Operand.WEIGHT, Phase.FORWARD, type(self).__name__, self.name)
+        role = Role(Operand.WEIGHT, Phase.FORWARD, type(self).__name__, self._name_of(linear))
         format = _storage_format(recipe.format(role))
         return nn.Parameter(plain if format is None else _empty_weight(format, plain))
 
