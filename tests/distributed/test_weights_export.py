@@ -14,6 +14,8 @@ from torch import nn
 from backstash.errors import CheckpointError, ConfigError, PeerError
 from backstash.nn import GroupedMLP, Linear
 from backstash.weights import ShardOptions, export_safetensors, shard_weights
+from backstash.weights.channel import Channel
+from backstash.weights.export import _in_turn
 
 pytestmark = pytest.mark.distributed
 
@@ -58,6 +60,20 @@ def nowhere(group: Any, path: str) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(nowhere, str(tmp_path / "no" / "model.safetensors"))
+
+
+def failing(group: Any) -> None:
+    channel = Channel(group)
+
+    def write() -> None:
+        raise RuntimeError("no memory to copy a shard to the host")
+
+    with pytest.raises(CheckpointError if channel.rank == 1 else PeerError, match="could not"):
+        _in_turn(channel, 1, write)
+
+
+def test_whatever_fails_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(failing)
 
 
 def test_a_model_without_sharded_weights_is_refused(tmp_path: Path) -> None:

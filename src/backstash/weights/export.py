@@ -118,16 +118,16 @@ def _write_mine(
 
 def _in_turn(channel: Channel, rank: int, write: Callable[[], Any]) -> None:
     """Let one rank write while the others wait; if it fails, all raise."""
-    failure: OSError | None = None
+    failure: Exception | None = None
     if channel.rank == rank:
         try:
             write()
-        except OSError as error:
+        except Exception as error:  # the others wait, whatever it is
             failure = error
     (failed,) = channel.any_of([failure is not None])
     if failure is not None:
         raise CheckpointError(
-            f"the weights could not be written ({failure}); make room, or choose another folder"
+            f"the weights could not be written ({failure!r}); make room, or choose another folder"
         ) from failure
     if failed:
         raise PeerError(f"rank {rank} could not write its part of the weights; see its output")
