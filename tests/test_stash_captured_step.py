@@ -42,7 +42,7 @@ class Standin:
         """Recording runs nothing: whatever the step changed is as it was."""
         scalings = scaling_state(self.model).values()
         learnt = [x for one in scalings for x in (one.history_LG, one.scale_G)]
-        changing = [*self.model.buffers(), *learnt]
+        changing = [*self.model.buffers(), self.model.routed, *learnt]
         before = [tensor.clone() for tensor in changing]
         random_state = torch.get_rng_state()
         with self.stash.unattended():
@@ -72,7 +72,7 @@ class Standin:
 
 
 class Model(nn.Module):
-    """Experts with what a failed step must not touch: a count, a bias, dropout."""
+    """Experts with what a failed step must not touch: counts, a bias, dropout."""
 
     steps: Tensor
     bias: Tensor
@@ -82,10 +82,12 @@ class Model(nn.Module):
         self.experts = Experts(LAYERS)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(4))
+        self.routed = torch.zeros(4)  # no buffer, as the counts of a router
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         self.steps += 1
         self.bias += counts
+        self.routed += counts
         for layer in self.experts.layers:
             x = x + nn.functional.dropout(layer(x, counts), 0.5)
         return x
@@ -160,6 +162,7 @@ def test_training_is_bit_equal_to_one_that_never_overflowed(
         captured.model.state_dict().values(), plain.model.state_dict().values(), strict=True
     ):
         assert torch.equal(one, two)
+    assert torch.equal(captured.model.routed, plain.model.routed)
     assert captured.stash is not None
     assert_nothing_is_held(captured.stash)
     assert captured.captured.captures >= 1

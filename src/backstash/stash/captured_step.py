@@ -103,7 +103,8 @@ class CapturedStep:
         step: Forward and backward; what it returns is returned, as tensors that the next call
             overwrites.
         stash: The stash that ``step`` saves into.
-        modules: Whose parameters get gradients and whose buffers the step may change.
+        modules: Whose parameters get gradients, and whose buffers and other tensors (the counts
+            of a router) the step may change.
         state: Other tensors that the step changes: metrics, ``main_grad``.
         recorder: How steps are recorded; default a CUDA graph on a stream of its own.
         patience: How long an overflow is remembered.
@@ -133,9 +134,8 @@ class CapturedStep:
         self.captures = 0
         self._step = step
         self._parameters = [p for module in modules for p in module.parameters()]
-        buffers = [buffer for module in modules for buffer in module.buffers()]
         self._modules = modules
-        self._changing = [*buffers, *state]
+        self._changing = [*_tensors_beside_parameters(modules), *state]
         self._learnt: list[tuple[DelayedScaling, Tensor, Tensor]] = []
         self._recorder = recorder or CudaRecorder(stash.pool.device)
         self._patience = patience or Patience()
@@ -259,6 +259,16 @@ class CapturedStep:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _tensors_beside_parameters(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Buffers, and what modules hold as plain attributes, such as the counts of a router."""
+    held = [b for module in modules for b in module.buffers()]
+    for part in (part for module in modules for part in module.modules()):
+        attributes = (value for value in vars(part).values() if isinstance(value, Tensor))
+        # What has a graph is an activation that somebody looks at, and no state.
+        held += [value for value in attributes if not value.requires_grad]
+    return held
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
