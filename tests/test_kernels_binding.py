@@ -19,7 +19,7 @@ from backstash.kernels import binding, reference
 
 def test_without_triton_a_name_is_the_reference_itself(monkeypatch):
     monkeypatch.setattr(binding, "HAS_TWINS", False)
-    assert binding.by_device(kernels.mx_block_ends, "cast") is kernels.mx_block_ends
+    assert binding.by_device(kernels.block_ends, "cast") is kernels.block_ends
 
 
 def test_a_tensor_on_the_cpu_goes_to_the_reference():

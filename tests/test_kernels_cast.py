@@ -239,9 +239,8 @@ def check_mx_groups(x, counts, ends):
     got = kernels.dequantize_mx_columns(codes, exponents, x.dtype, ends)
     wanted = definitions.mx_group_column_values(wanted_codes, wanted_exponents, counts)
     assert_same(got, definitions.rounded(wanted, str(x.dtype)[6:]))
-    assert_same(
-        kernels.mx_block_ends(ends, len(x)), np.cumsum([math.ceil(count / 32) for count in counts])
-    )
+    blocks = [math.ceil(count / kernels.MX_BLOCK) for count in counts]
+    assert_same(kernels.block_ends(ends, len(x), kernels.MX_BLOCK), np.cumsum(blocks))
 
 
 @settings(max_examples=40, deadline=None)

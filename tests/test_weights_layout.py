@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstash.errors import ShapeError
-from backstash.weights.layout import Layout, Split, shard_bytes
+from backstash.weights.layout import Layout, Split
 
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 70), st.integers(1, 3)),
@@ -30,7 +30,6 @@ def test_the_shards_of_all_ranks_one_after_another_are_the_weight(
     shards = [layout.shard(full, rank) for rank in range(ranks)]
     assert all(s.shape == layout.shard_shape(r) for r, s in enumerate(shards))
     assert torch.equal(torch.cat([s.reshape(-1) for s in shards]), full.reshape(-1))
-    assert sum(shard_bytes(layout, rank, 2) for rank in range(ranks)) == 2 * full.numel()
 
 
 @given(SHAPES, st.integers(1, 5), st.sampled_from([Split.AUTO, Split.ROWS, Split.EXPERTS]))
@@ -40,8 +39,6 @@ def test_a_block_of_rows_is_whole_on_one_rank(
     layout = Layout.even(torch.Size(shape), ranks, split=split, block=32)
     N = shape[-2]
     assert all(cut % N % 32 == 0 for cut in layout.cuts[:-1] if cut < layout.rows)
-    whole = (layout.groups or 1) * -(-N // 32)
-    assert sum(layout.blocks(rank, 32) for rank in range(ranks)) == whole
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class MXFP8Format(Format):
 
     def valid_rows(self, buffer: str, ends_G: Tensor, rows: int) -> Tensor | None:
         if buffer in ("column_scales", "scales"):
-            return kernels.mx_block_ends(ends_G, rows)[-1:]
+            return kernels.block_ends(ends_G, rows, self.block)[-1:]
         return ends_G[-1:].clamp(max=rows)
 
     def part_rows(self, buffer: str, rows: range, of: int) -> slice | None:

@@ -171,39 +171,12 @@ def recipe(name: str, **options: Any) -> Recipe:
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise RecipeError(f"recipe {name!r} has the options {known}, got unknown {unknown}")
-    _check_options(options)
     formats = make(**{key: options.pop(key) for key in own if key in options}).formats()
     operands: dict[str, Any] = dict(zip(_OPERANDS, formats, strict=False))
     return Recipe(name=name, **(operands | options))
 
 
 _OPERANDS = ("input", "weight", "gradient")
-_FLAGS = (
-    "power_of_two",
-    "most_recent",
-    "two_d",
-    "hadamard",
-    "stochastic_rounding",
-    "four_over_six",
-    "row_scaled",
-)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    wanted: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        **dict.fromkeys(_FLAGS, (bool, lambda value: True, "True or False")),
-        "epsilon": ((int, float), lambda value: 0 <= value < float("inf"), "zero or more"),
-        "history": (int, lambda value: value >= 1, "a whole number of steps, at least 1"),
-        "margin": (int, lambda value: abs(value) <= 64, "a whole number of powers of two, to 64"),
-    }
-    for key, (kind, holds, words) in wanted.items():
-        if key not in options:
-            continue
-        value = options[key]
-        # To Python, True is a whole number too.
-        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not (is_kind and holds(value)):
-            raise RecipeError(f"{key} must be {words}, got {value!r}")
 
 
 def custom(function: Callable[[Role], Format], *, name: str = "custom", **options: Any) -> Recipe:

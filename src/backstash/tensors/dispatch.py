@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, distributed
 
 from backstash.errors import DtypeError, LayoutError, UnsupportedOpError
-from backstash.formats import Usage
 from backstash.formats.format import HIGH_PRECISION_DTYPES
 from backstash.tensors.parts import part, views_count_writes
 from backstash.tensors.quantized import QuantizedTensor
@@ -345,4 +344,4 @@ def _same_layout(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     return one.ends_G is other.ends_G or torch.equal(one.ends_G, other.ends_G.to(one.device))
 
 
-__all__ = ["Usage", "is_decay", "not_defined", "operation", "run_operation"]
+__all__ = ["is_decay", "not_defined", "operation", "run_operation"]

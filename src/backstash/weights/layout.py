@@ -20,7 +20,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import math
 
 import torch
 from torch import Tensor
@@ -124,15 +123,6 @@ class Layout:
             return None
         return (ends_G - self.cuts[rank]).clamp(0, self.counts[rank])
 
-    def blocks(self, rank: int, block: int) -> int:
-        """How many blocks of rows a shard has; they start anew in each expert."""
-        if self.groups is None:
-            return -(-self.counts[rank] // block)
-        N = self.shape[1]
-        start, end = self.cuts[rank], self.cuts[rank + 1]
-        inside = (min(end, (g + 1) * N) - max(start, g * N) for g in range(self.groups))
-        return sum(-(-rows // block) for rows in inside if rows > 0)
-
 
 def _equal_cuts(units: int, ranks: int, block: int) -> tuple[int, ...]:
     chunk = -(-units // ranks)
@@ -143,8 +133,3 @@ def _equal_cuts(units: int, ranks: int, block: int) -> tuple[int, ...]:
 def _block_start(row: int, N: int, block: int) -> int:
     """The nearest row not after ``row`` where a block of its expert begins."""
     return row - row % N % block
-
-
-def shard_bytes(layout: Layout, rank: int, itemsize: int) -> int:
-    """Bytes of one rank's shard."""
-    return math.prod(layout.shard_shape(rank)) * itemsize

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from backstash.kernels.reference.blocks import (
-    block_ends,
     column_blocks,
     cut_columns,
     cut_rows,
@@ -181,11 +180,6 @@ def dequantize_mx_tiles(
     """Values ``(M, K)`` of :func:`quantize_mx_tiles`; rows past the last group are zero."""
     factor_MK = _per_tile(_mx_factor(exponent_SC), codes_MK, ends_G)
     return _mx_values(codes_MK, factor_MK, dtype, ends_G)
-
-
-def mx_block_ends(ends_G: Tensor, rows: int) -> Tensor:
-    """Running ends ``(G,)`` int64 of the groups counted in blocks of 32 rows."""
-    return block_ends(ends_G, rows, MX_BLOCK)
 
 
 def _per_tile(factor_SC: Tensor, like_MK: Tensor, ends_G: Tensor | None) -> Tensor:
