@@ -1,4 +1,4 @@
-"""Ranks that wish different things do the same, and each is served in the end."""
+"""Ranks that request different things do the same, and each is served in the end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstash.errors import PeerError
-from backstash.weights.agreement import Agreement, Kind, Pass, Wish
+from backstash.weights.agreement import Agreement, Kind, Pass, Request
 
 WISHES = st.one_of(
     st.builds(
-        Wish,
+        Request,
         st.sampled_from([kind for kind in Kind if kind is not Kind.END]),
         st.sampled_from(Pass),
         st.integers(0, 100_000),
     ),
-    st.builds(Wish, st.just(Kind.END), st.sampled_from(Pass)),
+    st.builds(Request, st.just(Kind.END), st.sampled_from(Pass)),
 )
 
 
@@ -49,31 +49,31 @@ def among(*rounds: list[int]) -> tuple[Agreement, Others]:
     return Agreement(channel), others
 
 
-def gather(bundle: int, during: Pass = Pass.FORWARD) -> Wish:
-    return Wish(Kind.GATHER_ROWS, during, bundle)
+def gather(bundle: int, during: Pass = Pass.FORWARD) -> Request:
+    return Request(Kind.GATHER_ROWS, during, bundle)
 
 
 @given(WISHES)
-def test_a_wish_is_a_number_and_comes_back_from_it(wish: Wish) -> None:
-    assert Wish.from_code(wish.code) == wish
-    assert wish.code >= 0
+def test_a_request_is_a_number_and_comes_back_from_it(request: Request) -> None:
+    assert Request.from_code(request.code) == request
+    assert request.code >= 0
 
 
 @given(WISHES, WISHES)
-def test_different_wishes_have_different_numbers(one: Wish, other: Wish) -> None:
+def test_different_requests_have_different_numbers(one: Request, other: Request) -> None:
     assert (one == other) == (one.code == other.code)
 
 
-def test_wishes_are_due_in_the_order_of_a_step() -> None:
+def test_requests_are_due_in_the_order_of_a_step() -> None:
     step = [
         gather(0),
         gather(1),
-        Wish(Kind.END, Pass.FORWARD),
-        Wish(Kind.GATHER_COLUMNS, Pass.BACKWARD, 1),
-        Wish(Kind.REDUCE, Pass.BACKWARD, 1),
+        Request(Kind.END, Pass.FORWARD),
+        Request(Kind.GATHER_COLUMNS, Pass.BACKWARD, 1),
+        Request(Kind.REDUCE, Pass.BACKWARD, 1),
         gather(0, Pass.BACKWARD),
-        Wish(Kind.REDUCE, Pass.BACKWARD, 0),
-        Wish(Kind.END, Pass.BACKWARD),
+        Request(Kind.REDUCE, Pass.BACKWARD, 0),
+        Request(Kind.END, Pass.BACKWARD),
     ]
     assert all(a.code < b.code for a, b in itertools.pairwise(step))
 
@@ -83,15 +83,15 @@ def test_all_ranks_do_what_is_due_first() -> None:
     assert agreement.settle(gather(3)) == gather(2)
 
 
-def test_the_end_of_a_pass_comes_when_all_ranks_wish_it() -> None:
-    end = Wish(Kind.END, Pass.BACKWARD)
+def test_the_end_of_a_pass_comes_when_all_ranks_request_it() -> None:
+    end = Request(Kind.END, Pass.BACKWARD)
     agreement, _ = among([gather(0).code, end.code], [end.code, end.code])
     assert agreement.settle(end) == gather(0)
     assert agreement.settle(end) == end
 
 
 def test_an_end_that_another_rank_will_not_come_to_raises() -> None:
-    end = Wish(Kind.END, Pass.FORWARD)
+    end = Request(Kind.END, Pass.FORWARD)
     elsewhere = gather(0, Pass.BACKWARD)
     for mine, other in ((end, elsewhere), (elsewhere, end)):
         agreement, _ = among([other.code, other.code])
@@ -99,7 +99,7 @@ def test_an_end_that_another_rank_will_not_come_to_raises() -> None:
             agreement.settle(mine)
 
 
-def test_the_failure_of_a_rank_is_heard_before_any_wish() -> None:
+def test_the_failure_of_a_rank_is_heard_before_any_request() -> None:
     agreement, _ = among([-3, gather(0).code])
     with pytest.raises(PeerError, match="rank 2 of this group raised"):
         agreement.settle(gather(0))

@@ -142,7 +142,7 @@ def test_a_weight_that_changed_within_a_pass_is_gathered_with_its_new_scale(rank
 
 
 def waited_for(group: Any) -> None:
-    """With gradients delivered at once none waits for the next one of its convoy."""
+    """With gradients delivered at once none waits for the next one of its bucket."""
     model, other = Stack(3), Stack(3)
     options = [ShardOptions(delivery=delivery) for delivery in ("at_once", "overlapped")]
     shard_weights(model, group, options=options[0])

@@ -3,15 +3,16 @@
 A collective hangs unless every rank joins it.  But a rank may skip a layer, use weights in
 another order, have nothing to reduce, or be on its way out with an exception.  As long as the
 ranks do what they did in the last pass, its order says what comes next
-(:mod:`backstash.weights.order`), and only the end of a pass is agreed on.  In the first pass,
-and where a rank wants what is not in the order, every rank says before each collective what it
-wishes, one number on the host, and all do what the *least* number says: the rank that wished it
-gets it, and the others join in with their shard (or with zeros for a gradient) and wish again.
-Each round serves at least one rank, so all get on, and a rank that skips a layer serves the
-others that do not.
+(:mod:`backstash.weights.order`), and only the end of a pass is agreed on.
 
-Wishes come in the order of a step: forward before backward, weights in the order of the model
-(the reverse in backward), the end of a pass last.  A rank that wishes the end of a pass
+In the first pass, and where a rank wants what is not in the order, the ranks agree before each
+collective, on the host.  Each sends its request as a number, and all carry out the request with
+the *smallest* number.  The rank that made it is served; the others take part with their shard (or
+with zeros for a gradient) and send their own request again.  Each round serves at least one rank,
+so all get on, and a rank that skips a layer serves the others that do not.
+
+Requests come in the order of a step: forward before backward, weights in the order of the model
+(the reverse in backward), the end of a pass last.  A rank that requests the end of a pass
 therefore waits there and serves all that are not so far.
 
 Two messages cannot be served.  A rank that fails says so with a number less than all others,
@@ -43,7 +44,7 @@ class Pass(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What is wished; gathers come first, so that a rank can get on."""
+    """What is requested; gathers come first, so that a rank can get on."""
 
     GATHER_ROWS = 0
     GATHER_COLUMNS = 1
@@ -52,7 +53,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class Request:
     """One thing that a rank wants done: with which bundle of weights, in which pass.
 
     Attributes:
@@ -66,9 +67,9 @@ class Wish:
 
     @staticmethod
     @functools.lru_cache(maxsize=65536)
-    def of(kind: Kind, during: Pass, bundle: int) -> Wish:
-        """The one wish of its kind: found faster than made, and found again by identity."""
-        return Wish(kind, during, bundle)
+    def of(kind: Kind, during: Pass, bundle: int) -> Request:
+        """The one request of its kind: found faster than made, and found again by identity."""
+        return Request(kind, during, bundle)
 
     @property
     def code(self) -> int:
@@ -80,8 +81,8 @@ class Wish:
         return ((self.during * _SPAN + due) * len(Kind) + self.kind) * 2 + self.is_changed
 
     @classmethod
-    def from_code(cls, code: int) -> Wish:
-        """The wish that has this number."""
+    def from_code(cls, code: int) -> Request:
+        """The request that has this number."""
         code, is_changed = divmod(code, 2)
         (during, due), kind = divmod(code // len(Kind), _SPAN), Kind(code % len(Kind))
         if kind is Kind.END:
@@ -101,8 +102,8 @@ class Agreement:
         self._channel = channel
         self._said: tuple[Any, Any] | None = None
 
-    def settle(self, wish: Wish) -> Wish:
-        """What all ranks do now: this wish, or one that is due before it.
+    def settle(self, request: Request) -> Request:
+        """What all ranks do now: this request, or one that is due before it.
 
         The end of a pass is changed if it is on any rank.
 
@@ -110,18 +111,18 @@ class Agreement:
             PeerError: Another rank failed, is gone, or runs another program.
         """
         if self._channel.size == 1:
-            return wish
+            return request
         if self._said is not None:
             # The others have heard it by now, or will before they hear anything else.
             said, self._said = self._said, None
             self._channel.wait_for(*said)
-        least, most = self._channel.agree(wish.code)
+        least, most = self._channel.agree(request.code)
         if least < 0:
             raise PeerError(
                 f"rank {-least - 1} of this group raised an exception and left the step; this "
                 "rank stops as well, so that none waits for it"
             )
-        now, last = Wish.from_code(least), Wish.from_code(most)
+        now, last = Request.from_code(least), Request.from_code(most)
         if now.kind is not Kind.END:
             return now
         if now != last:

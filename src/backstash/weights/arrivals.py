@@ -20,23 +20,23 @@ class Arrivals:
 
     Args:
         divisor: What a sum over the ranks is divided by.
-        running: How many convoys may be on their way at once.
+        running: How many buckets may be on their way at once.
     """
 
     def __init__(self, divisor: int, running: int) -> None:
         self._divisor = divisor
         self._running = running
-        self._convoys: deque[list[tuple[Bundle, Reduction, int | None]]] = deque()
+        self._buckets: deque[list[tuple[Bundle, Reduction, int | None]]] = deque()
         self._doubtful: dict[int, tuple[Bundle, list[Tensor]]] = {}
 
-    def expect(self, convoy: list[tuple[Bundle, Reduction, int | None]]) -> None:
+    def expect(self, bucket: list[tuple[Bundle, Reduction, int | None]]) -> None:
         """Take reductions that have started, each with its place in the order if doubtful."""
-        self._convoys.append(convoy)
+        self._buckets.append(bucket)
         self._finish(self._running)
 
     def take_last(self) -> list[Tensor]:
         """Wait for the reduction that has just started, and give what arrived."""
-        ((_, shares, _),) = self._take(self._convoys.pop())
+        ((_, shares, _),) = self._take(self._buckets.pop())
         return shares
 
     def finish(self) -> None:
@@ -56,25 +56,25 @@ class Arrivals:
 
     def abandon(self, *, waits: bool) -> None:
         """Forget all; wait for it where the other ranks are still there."""
-        convoys, self._convoys = self._convoys, deque()
+        buckets, self._buckets = self._buckets, deque()
         self._doubtful.clear()
-        for convoy in convoys if waits else ():
-            for _, reduction, _ in convoy:
+        for bucket in buckets if waits else ():
+            for _, reduction, _ in bucket:
                 reduction.finish()
 
     def _finish(self, running: int) -> None:
-        while len(self._convoys) > running:
-            for bundle, shares, doubtful in self._take(self._convoys.popleft()):
+        while len(self._buckets) > running:
+            for bundle, shares, doubtful in self._take(self._buckets.popleft()):
                 if doubtful is None:
                     add_to_buffers(bundle, shares)
                 else:
                     self._doubtful[doubtful] = bundle, shares
 
     def _take(
-        self, convoy: list[tuple[Bundle, Reduction, int | None]]
+        self, bucket: list[tuple[Bundle, Reduction, int | None]]
     ) -> list[tuple[Bundle, list[Tensor], int | None]]:
         """Wait, and divide all that came together in one launch."""
-        arrived = [(bundle, r.finish(), doubtful) for bundle, r, doubtful in convoy]
+        arrived = [(bundle, r.finish(), doubtful) for bundle, r, doubtful in bucket]
         if self._divisor != 1:
             every = [share for _, shares, _ in arrived for share in shares]
             torch._foreach_div_(every, self._divisor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,7 @@
 """How far a pass has come in its order.
 
 A rank asks for weights and gives gradients as its program goes; here that is held against the
-order of the pass, and the convoys start that are due by then.  What the rank passes over is
+order of the pass, and the buckets start that are due by then.  What the rank passes over is
 joined for the sake of the others: a gather is let go, a reduction gets zeros.
 
 Whether such zeros were all there was is not known before the end of the pass, so the result
@@ -15,18 +15,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backstash.weights.agreement import Kind, Wish
+from backstash.weights.agreement import Kind, Request
 from backstash.weights.bundle import Bundle
 from backstash.weights.channel import Channel
 from backstash.weights.order import Order
 from backstash.weights.transfer import Gather, Reduction, send_gathers, send_reductions
 
-#: Takes the reductions that have started, each with whether this rank gave it zeros.
+#: Takes the reductions that have started, each with its place in the order if this rank had no
+#: gradient and sent zeros, else with None.
 Sent = Callable[[list[tuple[Bundle, Reduction, int | None]]], None]
 
 
 class Progress:
-    """One pass on this rank, and the convoys that it has started.
+    """One pass on this rank, and the buckets that it has started.
 
     Attributes:
         order: Of the pass.
@@ -61,9 +62,9 @@ class Progress:
         """Start what is needed first."""
         self._start(self.order.first)
 
-    def gather(self, wish: Wish) -> Gather | None:
+    def gather(self, request: Request) -> Gather | None:
         """The gather that has started for this use; None after the end of a broken order."""
-        i = self._find(wish)
+        i = self._find(request)
         if i is None:
             return None
         self._start(self.order.ready[i])
@@ -76,12 +77,12 @@ class Progress:
         self._run_out_surprised()
         return None
 
-    def reduce(self, wish: Wish, grads: Sequence[Tensor | None]) -> bool:
+    def reduce(self, request: Request, grads: Sequence[Tensor | None]) -> bool:
         """Take whole gradients in; False after the end of a broken order, which has no place."""
-        i = self._find(wish)
+        i = self._find(request)
         if i is None:
             return False
-        self._given[i] = self._bundles[wish.bundle].prepare_reduction(grads, self._wide)
+        self._given[i] = self._bundles[request.bundle].prepare_reduction(grads, self._wide)
         self._start(self.order.ahead[i])
         self._drop(before=i)
         return True
@@ -96,26 +97,26 @@ class Progress:
         gathers, self._gathers = self._gathers, {}
         self._given.clear()
         self._next = len(self.order.uses)
-        self._started = len(self.order.convoys)
+        self._started = len(self.order.buckets)
         for gather in gathers.values() if waits else ():
             gather.drop()
 
     def _run_out_surprised(self) -> None:
         self.surprises += 1
         self._next = len(self.order.uses)
-        while self._started < len(self.order.convoys):
+        while self._started < len(self.order.buckets):
             self._start(self._started + 1)
             self._drop(before=self._next)
         self._drop(before=self._next)
 
-    def _find(self, wish: Wish) -> int | None:
+    def _find(self, request: Request) -> int | None:
         """The position of a use, behind the last one; else all that is left is joined."""
         uses, i = self.order.uses, self._next
-        if i < len(uses) and uses[i] is wish:
+        if i < len(uses) and uses[i] is request:
             self._next = i + 1
             return i
         try:
-            i = uses.index(wish, i)
+            i = uses.index(request, i)
         except ValueError:
             self._run_out_surprised()
             return None
@@ -131,20 +132,20 @@ class Progress:
     def _start(self, until: int) -> None:
         if self._started >= until:
             return
-        for convoy in self.order.convoys[self._started : until]:
+        for bucket in self.order.buckets[self._started : until]:
             self._started += 1
-            uses = [self.order.uses[i] for i in convoy]
+            uses = [self.order.uses[i] for i in bucket]
             bundles = [self._bundles[use.bundle] for use in uses]
             if uses[0].kind is Kind.REDUCE:
-                self._start_reductions(list(zip(convoy, bundles, strict=True)))
+                self._start_reductions(list(zip(bucket, bundles, strict=True)))
                 continue
             gathers = [b.pack(use.usage) for use, b in zip(uses, bundles, strict=True)]
             send_gathers(gathers, self._channel)
-            self._gathers.update(zip(convoy, gathers, strict=True))
+            self._gathers.update(zip(bucket, gathers, strict=True))
 
-    def _start_reductions(self, convoy: list[tuple[int, Bundle]]) -> None:
+    def _start_reductions(self, bucket: list[tuple[int, Bundle]]) -> None:
         started = []
-        for i, bundle in convoy:
+        for i, bundle in bucket:
             given = self._given.pop(i, None)
             reduction = given or bundle.prepare_reduction(None, self._wide)
             started.append((bundle, reduction, i if given is None else None))

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from backstash.errors import ConfigError, PeerError
 from backstash.formats import Usage
 from backstash.opaque import opaque
-from backstash.weights.agreement import Agreement, Kind, Pass, Wish
+from backstash.weights.agreement import Agreement, Kind, Pass, Request
 from backstash.weights.arrivals import Arrivals, add_to_buffers
 from backstash.weights.bundle import Bundle, ask_together
 from backstash.weights.channel import Channel, LostPeerError
@@ -47,7 +47,7 @@ class Sharding:
         bundles: The weights that move together, in the order of the model.
         channel: The process group; its ``wire_bytes`` and ``leases`` are counters.
         options: As they were given.
-        prefetch: How many convoys of gathers run ahead of the one in use.
+        prefetch: How many buckets of gathers run ahead of the one in use.
         surprises: Uses of a weight that were not the next one of the pass before.
     """
 
@@ -63,7 +63,7 @@ class Sharding:
         self._arrivals = Arrivals(self._divisor, max(1, prefetch))
         self._orders: dict[tuple[Pass, int], Order] = {}
         self._runs = dict.fromkeys(Pass, 0)
-        self._log: list[Wish] = []
+        self._log: list[Request] = []
         self._progress: Progress | None = None
         self._open: Pass | None = None
         self._is_free = False
@@ -112,11 +112,11 @@ class Sharding:
         during = _pass()
         if during is Pass.BACKWARD:
             self._begin_backward()
-        wish = Wish.of(_GATHERS[usage], during, bundle.index)
+        request = Request.of(_GATHERS[usage], during, bundle.index)
         with self._together(), self._home.visit() as visit:
-            gather = self._progress.gather(wish) if self._progress else None
+            gather = self._progress.gather(request) if self._progress else None
             if gather is None:
-                self._obtain(wish)
+                self._obtain(request)
                 gather = bundle.gather(usage)
             return visit.take(gather.take())
 
@@ -135,11 +135,11 @@ class Sharding:
         elif not alone and not self._in_backward:
             self._late = True  # until join() ends this backward pass
             self._open_backward()
-        wish = Wish.of(Kind.REDUCE, Pass.BACKWARD, bundle.index)
+        request = Request.of(Kind.REDUCE, Pass.BACKWARD, bundle.index)
         with self._together(), self._home.visit() as visit:
             grads = visit.bring(grads)
-            if not (self._progress and self._progress.reduce(wish, grads)):
-                self._obtain(wish)
+            if not (self._progress and self._progress.reduce(request, grads)):
+                self._obtain(request)
                 reduction = bundle.reduce(grads, self.options.accumulate)
                 self._arrivals.expect([(bundle, reduction, None)])
             if self.options.delivery is Delivery.OVERLAPPED and not (is_late and alone):
@@ -240,7 +240,7 @@ class Sharding:
         if progress is not None:
             progress.run_out()
         is_changed = progress is not None and progress.is_changed
-        end = self._obtain(Wish(Kind.END, during, is_changed=is_changed))
+        end = self._obtain(Request(Kind.END, during, is_changed=is_changed))
         self._arrivals.finish()
         key = self._key(during)
         if progress is None and not self._is_free:
@@ -279,8 +279,8 @@ class Sharding:
         """Which passes are taken to be alike: those at the same place of a step."""
         return during, min(self._runs[during], _RUN)
 
-    def _order_of(self, uses: Sequence[Wish]) -> Order:
-        def weigh(use: Wish) -> tuple[int, Any]:
+    def _order_of(self, uses: Sequence[Request]) -> Order:
+        def weigh(use: Request) -> tuple[int, Any]:
             is_gather = use.kind is not Kind.REDUCE
             size, alike = self.bundles[use.bundle].load(is_gather=is_gather)
             # What is waited for at once cannot wait for what comes after it.
@@ -299,9 +299,9 @@ class Sharding:
 
     # --- what the ranks do together -----------------------------------------------------------
 
-    def _obtain(self, wish: Wish) -> Wish:
+    def _obtain(self, request: Request) -> Request:
         """Serve the other ranks until it is this rank's turn; gives what was agreed on."""
-        while (now := self._agreement.settle(wish)) != wish:
+        while (now := self._agreement.settle(request)) != request:
             self._note(now)
             bundle = self.bundles[now.bundle]
             if now.kind is Kind.REDUCE:
@@ -313,9 +313,9 @@ class Sharding:
             self._note(now)
         return now
 
-    def _note(self, now: Wish) -> None:
+    def _note(self, now: Request) -> None:
         """All ranks do this now, so all see where a pass is not begun by the module's forward."""
-        self._log.append(Wish.of(now.kind, now.during, now.bundle))
+        self._log.append(Request.of(now.kind, now.during, now.bundle))
         self._is_free = self._is_free or self._open is not now.during
 
     def _together(self) -> _Together:
