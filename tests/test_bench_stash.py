@@ -9,7 +9,7 @@ import torch
 
 from backstash.bench import stash
 from backstash.bench.timing import Pair
-from backstash.errors import DeviceError
+from backstash.errors import ConfigError, DeviceError
 
 PAIR = Pair(ours_us=20.0, theirs_us=10.0, ratio=2.0, ratio_low=1.6, ratio_high=2.5, repeats=3)
 ROW = stash.StashRow(
@@ -28,6 +28,12 @@ def test_without_a_gpu_it_says_that_it_needs_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="run it on one"):
         stash.measure(1)
+
+
+def test_rows_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="restore 2048 bf16, few rows"):
+        stash.measure(1, ["few columns"])
 
 
 @pytest.mark.parametrize("work", stash.WORKS, ids=lambda work: work.what)

@@ -7,6 +7,7 @@ import torch
 
 from backstash.bench import stash_step
 from backstash.bench.workloads import IMBALANCES
+from backstash.errors import ConfigError
 from backstash.stash import PagePool, Stash
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def test_every_imbalance_gives_the_same_gradients(imbalance: str, factor: float)
 
 @pytest.mark.usefixtures("one_case")
 def test_a_run_says_what_was_saved(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = stash_step.measure(2)
+    (row,) = stash_step.measure(2, ["balanced"])
     assert row.values == SHAPE.layers
     assert row.mode == "eager"
     assert "overflows 0" in row.stash
@@ -56,3 +57,17 @@ def test_gradients_that_differ_in_a_bit_are_not_timed() -> None:
         stash_step.check_gradients("a step", [torch.zeros(2)], [torch.ones(2)])
     with pytest.raises(RuntimeError, match="nothing is timed"):
         stash_step.check_gradients("a step", [torch.zeros(2)], [])
+
+
+def test_the_peak_is_the_larger_of_backward_with_one_layer_whole_and_forward_with_two() -> None:
+    layer = SHAPE.capacity(2.0) * sum(SHAPE.row_bytes)
+    backward = stash_step.Peaks(forward=0, whole=5 * layer)
+    assert backward.with_stash(SHAPE, 2.0, 7) == 5 * layer - (SHAPE.layers - 1) * layer + 7
+    forward = stash_step.Peaks(forward=5 * layer, whole=5 * layer)
+    assert forward.with_stash(SHAPE, 2.0, 7) == 5 * layer - (SHAPE.layers - 2) * layer + 7
+
+
+@pytest.mark.usefixtures("one_case")
+def test_rows_are_chosen_by_parts_of_their_names() -> None:
+    with pytest.raises(ConfigError, match="capacity factor 4, balanced, eager"):
+        stash_step.measure(2, ["captured"])

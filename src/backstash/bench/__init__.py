@@ -18,7 +18,8 @@ from backstash.bench import cast, grouped_mm, moe, recipes, saving, stash, stash
 from backstash.bench.record import append_rows
 from backstash.errors import ConfigError
 
-# A case is a file with measure(repeats) -> rows and show(rows); recipes are given the jobs.
+# A case is a file with measure(repeats) -> rows and show(rows); recipes are given the jobs, and
+# those with rows to choose from what is wanted of them.
 CASES: Mapping[str, ModuleType] = {
     "cast": cast,
     "grouped_mm": grouped_mm,
@@ -29,6 +30,7 @@ CASES: Mapping[str, ModuleType] = {
     "stash_step": stash_step,
     "weights": weights,
 }
+CHOOSING = ("stash", "stash_step")
 MOST_REPEATS = 10_000
 MOST_JOBS = 256
 
@@ -38,7 +40,8 @@ class Options:
     """Measure one case, print its table, and append its rows to RESULTS/CASE.jsonl.
 
     Raises:
-        ConfigError: The case is unknown, a count is not positive, or the case has no jobs.
+        ConfigError: The case is unknown, a count is not positive, or the case has no jobs or
+            no rows to choose from.
     """
 
     case: tyro.conf.Positional[str]
@@ -50,6 +53,8 @@ class Options:
     """How many pairs of timings the medians are taken over; recipes take none."""
     jobs: int = 1
     """How many trainings run at once; recipes only."""
+    only: tuple[str, ...] = ()
+    """Parts of names: only rows that contain one are measured; stash and stash_step only."""
 
     def __post_init__(self) -> None:
         if self.case not in CASES:
@@ -62,6 +67,11 @@ class Options:
             raise ConfigError(
                 f"only recipes are compared {self.jobs} at once; timings of {self.case} would "
                 f"disturb each other, leave --jobs out"
+            )
+        if self.only and self.case not in CHOOSING:
+            raise ConfigError(
+                f"rows can be chosen in {' and '.join(CHOOSING)}, not in {self.case}; "
+                "leave --only out"
             )
 
 
@@ -82,15 +92,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: Options) -> None:
-    """Measure, print, append.
+    """Measure, append each row as soon as it is there, and print the table.
 
     Raises:
         DataError: The results cannot be written.
     """
     case = CASES[options.case]
-    rows = case.measure(options.jobs if case is recipes else options.repeats)
+    given: list[object] = [options.jobs if case is recipes else options.repeats]
+    if options.case in CHOOSING:
+        given.append(options.only)
+    rows = []
+    for row in case.measure(*given):
+        append_rows(options.results / f"{options.case}.jsonl", [row])
+        rows.append(row)
     case.show(rows)
-    append_rows(options.results / f"{options.case}.jsonl", rows)
 
 
 __all__ = ["CASES", "Options", "main", "run"]

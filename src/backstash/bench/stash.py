@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backstash import kernels
+from backstash.bench.choice import chosen
 from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_pair
 from backstash.device import default_device, device_name
@@ -30,6 +31,7 @@ from backstash.formats import MXFP8
 
 PAGE_BYTES = 1 << 16
 PIECES = (1, 2, 3, 4)
+WAYS = ("stash", "restore")
 LARGE, NARROW, SPILLED, SQUEEZED = 0.97, 0.85, 0.85, 0.85
 
 
@@ -178,29 +180,36 @@ class Pages:
                 raise RuntimeError(f"{what}: the bytes that came back differ; nothing is timed")
 
 
-def measure(repeats: int) -> list[StashRow]:
-    """Compare, then time each work in both directions.
+def measure(repeats: int, only: Sequence[str] = ()) -> Iterator[StashRow]:
+    """Compare, then time each work in both directions, or the rows whose names contain a text.
 
     Raises:
         DeviceError: There is no GPU.
+        ConfigError: No row's name contains one of the texts.
         RuntimeError: Something came back that was not stashed; nothing is timed.
     """
     if not torch.cuda.is_available():
         raise DeviceError(
             "bench stash compares GPU kernels with a copy and found no GPU; run it on one"
         )
+    return _rows(repeats, chosen([f"{way} {work.what}" for work in WORKS for way in WAYS], only))
+
+
+def _rows(repeats: int, wanted: Sequence[str]) -> Iterator[StashRow]:
     device = default_device()
-    rows = []
     for work in WORKS:
+        stashing, restoring = (f"{way} {work.what}" for way in WAYS)
+        if stashing not in wanted and restoring not in wanted:
+            continue
         pages = Pages(work, device)
         pages.check(work.what)
         there, back = _copies(work, pages)
-        pair = time_gpu_pair(pages.stash, there, repeats, between=pages.release)
-        rows.append(_row(f"stash {work.what}", work, pair, device))
-        pages.stash()
-        pair = time_gpu_pair(pages.restore, back, repeats)
-        rows.append(_row(f"restore {work.what}", work, pair, device))
-    return rows
+        if stashing in wanted:
+            pair = time_gpu_pair(pages.stash, there, repeats, between=pages.release)
+            yield _row(stashing, work, pair, device)
+        if restoring in wanted:
+            pages.stash()
+            yield _row(restoring, work, time_gpu_pair(pages.restore, back, repeats), device)
 
 
 def _copies(work: Work, pages: Pages) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -5,8 +5,10 @@ expert-parallel group: a capacity of so many times an even load.  The same step 
 stash and without, as it is and, on a GPU, as a CUDA graph.  Loss and gradients are compared
 first, bit for bit, with torch told to raise on everything that waits for the GPU.  Then both are
 timed in turns, and their peaks are measured, beside what the formula says of the stash's: *the
-plain one, less the saved buffers of all layers at full capacity, plus those of one (the newest,
-which is never copied; the others are read in their pages), plus the pages that were used*.
+plain one, less the saved buffers of the layers that are in pages, plus the pages that were used*.
+In backward all layers are in pages but one: the newest, which is never copied; the others are read
+where they are.  While the last layer runs forward it is all but two, because the layer before is
+still moved into pages meanwhile.  The larger of the two moments is the peak.
 
 Where an imbalance changes from step to step, both are given the same load in each turn.
 
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from backstash.bench.choice import chosen
 from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_turns, time_pair
 from backstash.bench.workloads import IMBALANCES, Load, ScriptedRouter, router_choices
@@ -37,6 +40,8 @@ from backstash.stash import PagePool, Stash, pages_for
 SLOWER_AT_MOST = 1.02
 PAGE_BYTES = 1 << 16
 FACTORS = (2.0, 4.0)
+#: A step as it is, and as a graph where there are graphs.
+MODES: Mapping[str, tuple[str, ...]] = {"cpu": ("eager",), "cuda": ("eager", "captured")}
 #: Steps after which a load that changes begins anew.
 STEPS = 4
 
@@ -130,6 +135,7 @@ class Step(nn.Module):
             self.layers.append(layer)
         self.x = torch.randn(shape.load.tokens, shape.hidden, **new).requires_grad_()
         self.stash: Stash | None = None
+        self.when_layers_ran: Callable[[], object] = lambda: None
 
     def advance(self) -> None:
         """Go on to the load of the next step."""
@@ -141,6 +147,7 @@ class Step(nn.Module):
             x = self.x
             for norm, layer in zip(self.norms, self.layers, strict=True):
                 x = x + layer(norm(x))
+            self.when_layers_ran()
             loss = x.float().square().mean()
         inputs = [self.x, *self.parameters()]
         grads = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -154,65 +161,104 @@ class Step(nn.Module):
         return self()
 
 
-def measure(repeats: int) -> list[StepRow]:
-    """Compare, then time every imbalance at every capacity factor.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Bytes that a step takes at most beyond what was there before it."""
+
+    forward: int
+    """While the layers run forward."""
+    whole: int
+    """In the whole step."""
+
+    def with_stash(self, shape: Shape, factor: float, used: int) -> int:
+        """What the formula makes of a step without a stash, with ``used`` bytes of pages."""
+        layer = shape.capacity(factor) * sum(shape.row_bytes)
+        forward = self.forward - (shape.layers - 2) * layer
+        return max(forward, self.whole - (shape.layers - 1) * layer) + used
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """What one row is measured of."""
+
+    shape: Shape
+    factor: float
+    imbalance: str
+    mode: str
+
+    @property
+    def what(self) -> str:
+        """The name of the row."""
+        layers, factor = self.shape.layers, f"capacity factor {self.factor:g}"
+        return f"{layers} layers, {factor}, {self.imbalance}, {self.mode}"
+
+
+def measure(repeats: int, only: Sequence[str] = ()) -> Iterator[StepRow]:
+    """Compare, then time every imbalance at every capacity factor, or the rows that are chosen.
 
     Raises:
+        ConfigError: No row's name contains one of the texts of ``only``.
         RuntimeError: Gradients differ in a bit, or something waits for the GPU; nothing is timed.
     """
     device = default_device()
-    shape = SHAPES[device.type]
-    return [
-        row
-        for factor in FACTORS
-        for imbalance in IMBALANCES
-        for row in _measure(shape, factor, imbalance, repeats, device)
-    ]
+    shape, modes = SHAPES[device.type], MODES[device.type]
+    everything = itertools.product(FACTORS, IMBALANCES, modes)
+    cases = [_Case(shape, *names) for names in everything]
+    wanted = chosen([case.what for case in cases], only)
+    # A step is made once for both modes.
+    steps = itertools.groupby(
+        [case for case in cases if case.what in wanted], lambda case: (case.factor, case.imbalance)
+    )
+    return (row for _, some in steps for row in _measure(list(some), repeats, device))
 
 
-def _measure(
-    shape: Shape, factor: float, imbalance: str, repeats: int, device: torch.device
-) -> Iterator[StepRow]:
+def _measure(cases: Sequence[_Case], repeats: int, device: torch.device) -> Iterator[StepRow]:
+    """The rows of one step, as it is and as a graph."""
+    shape, factor, imbalance = cases[0].shape, cases[0].factor, cases[0].imbalance
     step = Step(shape, factor, imbalance, device)
-    capacity = shape.capacity(factor)
+    stash = _warm_stash(step, shape, shape.capacity(factor))
+    for case in cases:
+        kind = _Captured if case.mode == "captured" else _Eager
+        ours, theirs = kind(step, stash), kind(step, None)
+        for _ in range(STEPS):
+            check_gradients(imbalance, ours.run(), theirs.run())
+            step.advance()
+        used = stash.stats().device_high * PAGE_BYTES
+        time = time_gpu_turns if device.type == "cuda" else _time_on_cpu
+        pair = time(ours.run, theirs.run, repeats, step.advance)
+        plain = theirs.peaks
+        yield StepRow(
+            case="stash_step",
+            what=case.what,
+            values=shape.layers,
+            target=SLOWER_AT_MOST if device.type == "cuda" else None,
+            pair=pair,
+            device=device_name(device),
+            mode=case.mode,
+            imbalance=imbalance,
+            capacity_factor=factor,
+            peak_bytes=None if ours.peaks is None else ours.peaks.whole + used,
+            plain_peak_bytes=None if plain is None else plain.whole,
+            expected_peak_bytes=None if plain is None else plain.with_stash(shape, factor, used),
+            stash=str(stash.stats()),
+        )
+
+
+def _warm_stash(step: Step, shape: Shape, capacity: int) -> Stash:
+    """A stash that has seen the step, in pages for the worst case.
+
+    With those nothing is kept back while counters are under way.  What the pool itself takes is
+    no part of the peaks, the pages that were in use are.
+    """
     whole = pages_for([(capacity, width) for width in shape.row_bytes], PAGE_BYTES)
-    # Room for the worst case, so that nothing is kept back while counters are under way; what
-    # the pool itself takes is no part of the peaks, the pages that were in use are.
+    device = step.x.device
     pool = PagePool(whole * shape.layers * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
     step.run(stash)  # compiles, and shows the order
     # In new memory the most pages in use are those of the steps from here on.
     pool.grow((whole * shape.layers + 1) * PAGE_BYTES)
     step.run(stash)  # compiles what moves are made with
-    worst = capacity * sum(shape.row_bytes)
-    for mode in ("eager", "captured") if device.type == "cuda" else ("eager",):
-        kind = _Captured if mode == "captured" else _Eager
-        ours, theirs = kind(step, stash), kind(step, None)
-        for _ in range(STEPS):
-            check_gradients(imbalance, ours.run(), theirs.run())
-            step.advance()
-        used = stash.stats().device_high * PAGE_BYTES
-        peak = None if ours.peak is None else ours.peak + used
-        plain = theirs.peak
-        time = time_gpu_turns if device.type == "cuda" else _time_on_cpu
-        pair = time(ours.run, theirs.run, repeats, step.advance)
-        yield StepRow(
-            case="stash_step",
-            what=f"{shape.layers} layers, capacity factor {factor:g}, {imbalance}, {mode}",
-            values=shape.layers,
-            target=SLOWER_AT_MOST if device.type == "cuda" else None,
-            pair=pair,
-            device=device_name(device),
-            mode=mode,
-            imbalance=imbalance,
-            capacity_factor=factor,
-            peak_bytes=peak,
-            plain_peak_bytes=plain,
-            expected_peak_bytes=None
-            if plain is None
-            else plain - (shape.layers - 1) * worst + used,
-            stash=str(stash.stats()),
-        )
+    return stash
 
 
 def _time_on_cpu(
@@ -229,9 +275,7 @@ class _Eager:
 
     def __init__(self, step: Step, stash: Stash | None) -> None:
         self.step, self.stash = step, stash
-        with _peak_of(step.x.device) as peaks:
-            self.run()
-        self.peak = peaks[0] if peaks else None
+        self.peaks = _peaks_of(step, self.run)
 
     def run(self) -> list[Tensor]:
         with no_waiting(self.step.x.device):
@@ -242,29 +286,33 @@ class _Captured:
     """The same as a CUDA graph, whose memory is taken once, when it is captured."""
 
     def __init__(self, step: Step, stash: Stash | None) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with _peak_of(step.x.device) as peaks, torch.cuda.graph(self.graph):
+        self.graph, self.outputs = torch.cuda.CUDAGraph(), []
+        self.peaks = _peaks_of(step, lambda: self._capture(step, stash))
+
+    def _capture(self, step: Step, stash: Stash | None) -> None:
+        with torch.cuda.graph(self.graph):
             self.outputs = step.run(stash)
-        self.peak = peaks[0] if peaks else None
 
     def run(self) -> list[Tensor]:
         self.graph.replay()
         return self.outputs
 
 
-@contextlib.contextmanager
-def _peak_of(device: torch.device) -> Iterator[list[int]]:
-    """Bytes that a block takes beyond what was there before; nothing on a CPU."""
-    peaks: list[int] = []
-    if device.type != "cuda":
-        yield peaks
-        return
+def _peaks_of(step: Step, run: Callable[[], object]) -> Peaks | None:
+    """Bytes that a step takes beyond what was there before; nothing on a CPU."""
+    if step.x.device.type != "cuda":
+        run()
+        return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    yield peaks
+    before, forward = torch.cuda.memory_allocated(), []
+    step.when_layers_ran = lambda: forward.append(torch.cuda.max_memory_allocated() - before)
+    try:
+        run()
+    finally:
+        step.when_layers_ran = lambda: None
     torch.cuda.synchronize()
-    peaks.append(torch.cuda.max_memory_allocated() - before)
+    return Peaks(forward=forward[0], whole=torch.cuda.max_memory_allocated() - before)
 
 
 @contextlib.contextmanager
