@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 launches = importlib.import_module("backstash.kernels.launches")
 Launcher = launches.Launcher
 STREAM = 77

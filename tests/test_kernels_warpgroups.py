@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 warpgroups = pytest.importorskip("backstash.kernels.warpgroups")
 
 
