@@ -66,7 +66,7 @@ class Case:
             for a in arguments
         ]
         y = module(x, *given, **keywords)
-        return torch.cat(y, dim=1) if isinstance(y, tuple) else y
+        return torch.cat(y, dim=-1) if isinstance(y, tuple) else y
 
 
 def _none() -> tuple[tuple[Any, ...], dict[str, Any]]:

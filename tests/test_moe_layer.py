@@ -331,3 +331,12 @@ def test_sizes_that_mean_nothing_are_refused_with_a_remedy():
 def test_a_dispatcher_by_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dispatcher must have dispatch, .*'local'; pass Local"):
         MoE(8, 8, 2, 1, dispatcher="local")  # pyright: ignore[reportArgumentType]
+
+
+def test_what_it_returns_may_be_changed_in_place() -> None:
+    moe, x = MoE(16, 24, num_experts=4, top_k=2), torch.randn(2, 5, 16)
+    y = moe(x)
+    assert not y._is_view()  # else fully_shard warns of it, and autograd refuses a change
+    y += x
+    y.sum().backward()
+    assert torch.equal(y, moe(x) + x)

@@ -40,6 +40,27 @@ def test_a_retained_graph_gives_the_same_gradients_twice(case: Case, recipe: str
     assert all(map(torch.equal, once, again))
 
 
+def doubled(y: Any, *, in_place: bool) -> Any:
+    if isinstance(y, tuple):
+        return tuple(doubled(each, in_place=in_place) for each in y)
+    return y.mul_(2) if in_place else y * 2
+
+
+@LAYERS
+@pytest.mark.parametrize("leading", [(), (1,)], ids=["rows", "batch"])
+def test_what_a_layer_returns_may_be_changed_in_place(case: Case, leading: tuple[int]) -> None:
+    results = []
+    for in_place in (True, False):
+        module = case.make()
+        module.register_forward_hook(lambda *call, here=in_place: doubled(call[-1], in_place=here))
+        x, *rest = case.inputs()
+        # With ``rows=`` a layer gives rows, whatever the shape of the tokens.
+        y = case.call(module, x.reshape(*leading, *x.shape), *rest).flatten(0, -2)
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in (x, *rest, *module.parameters()))])
+    assert all(map(torch.equal, *results))
+
+
 @LAYERS
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bfloat16_parameters_make_a_bfloat16_layer(case: Case, recipe: str) -> None:

@@ -23,7 +23,7 @@ from backstash.moe.dispatch import Dispatcher, Local
 from backstash.moe.losses import Losses, attach_loss
 from backstash.moe.router import Router, RouterConfig, Routing
 from backstash.nn import GroupedMLP
-from backstash.nn.layer import uncompiled
+from backstash.nn.layer import in_shape_of, uncompiled
 from backstash.nn.options import check_name, check_sizes
 
 
@@ -144,7 +144,7 @@ class MoE(nn.Module):
         y_TH = self.dispatcher.combine(y, sent)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH, [x_TH.shape[0]])
-        return y_TH.view(x.shape)
+        return in_shape_of(y_TH, x)
 
     def _with_losses(self, routing: Routing) -> Routing:
         """Hang the losses on the weights of the rows, through which every gradient passes."""

@@ -20,7 +20,14 @@ from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
+from backstash.nn.layer import (
+    Keep,
+    Layer,
+    as_rows,
+    in_shape_of,
+    outside_autocast,
+    uncompiled,
+)
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -62,7 +69,7 @@ class _GroupedLinear(torch.autograd.Function):
         if plan.keep is not Keep.NOTHING:
             save_for_backward(ctx, kept, weight if needs.matmul else None, ends_G)
         ctx.plan = plan
-        y = y_TN.view(*x.shape[:-1], y_TN.shape[1])
+        y = in_shape_of(y_TN, x)
         if out is None:
             return y
         out.copy_(y)

@@ -33,7 +33,14 @@ from backstash.nn.feed_forward import (
 )
 from backstash.nn.gathered import Gathered
 from backstash.nn.group_ends import Counts, group_ends
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
+from backstash.nn.layer import (
+    Keep,
+    Layer,
+    as_rows,
+    in_shape_of,
+    outside_autocast,
+    uncompiled,
+)
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
@@ -128,8 +135,8 @@ class _GroupedMLP(torch.autograd.Function):
             )
         ctx.plan = plan
         if plan.is_combined:
-            return kernels.unpermute(y_RH, slots_TK).view(*x.shape[:-1], y_RH.shape[1])
-        return y_RH if source_R is not None else y_RH.view(*x.shape[:-1], y_RH.shape[1])
+            return in_shape_of(kernels.unpermute(y_RH, slots_TK), x)
+        return y_RH if source_R is not None else in_shape_of(y_RH, x)
 
     @staticmethod
     @differentiable_once
@@ -260,6 +267,8 @@ class GroupedMLP(Layer):
         if rows is not None:
             _check_rows(rows, as_rows(x))
             count = rows.rows
+            # Rows that come back do not say what shape the tokens had.
+            x = x if combined else as_rows(x)
         elif combined:
             raise ConfigError(
                 "combined adds up the rows of each token, and without rows nobody knows which "

@@ -171,6 +171,17 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def in_shape_of(y_TN: Tensor, x: Tensor) -> Tensor:
+    """Give rows the leading dimensions of ``x`` again: what a layer returns, ``(*, N)``.
+
+    Not by ``view``: a view that an autograd function returns may not be changed in place, and
+    people write ``y += x`` and ``relu_``.
+    """
+    if x.ndim == 2:
+        return y_TN
+    return torch.ops.aten._unsafe_view(y_TN, (*x.shape[:-1], y_TN.shape[1]))
+
+
 def outside_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     """Run a Function's forward or backward in the dtypes it is given.
 

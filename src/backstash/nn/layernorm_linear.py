@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
+from backstash.nn.layer import (
+    Keep,
+    Layer,
+    as_rows,
+    in_shape_of,
+    outside_autocast,
+    uncompiled,
+)
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
@@ -61,8 +68,8 @@ class _LayerNormLinear(torch.autograd.Function):
             values = (x, statistics.mean, statistics.rstd, norm_weight, norm_bias, weight)
             save_for_backward(ctx, *(values if needs.matmul else (None,) * len(values)))
         ctx.plan = plan
-        y = y_TN.view(*x.shape[:-1], y_TN.shape[1])
-        return (y, normalized_TH.view(x.shape)) if plan.returns_normalized else (y,)
+        y = in_shape_of(y_TN, x)
+        return (y, in_shape_of(normalized_TH, x)) if plan.returns_normalized else (y,)
 
     @staticmethod
     @differentiable_once

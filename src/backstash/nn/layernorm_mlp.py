@@ -24,7 +24,14 @@ from backstash.nn.feed_forward import (
     checked_activation,
     preactivation_columns,
 )
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
+from backstash.nn.layer import (
+    Keep,
+    Layer,
+    as_rows,
+    in_shape_of,
+    outside_autocast,
+    uncompiled,
+)
 from backstash.nn.normalization import Kind, Normalization, Statistics
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
@@ -66,7 +73,7 @@ class _LayerNormMLP(torch.autograd.Function):
             norm = norm if wanted.x or wanted.weights.fc1_weight else (None,) * len(norm)
             save_for_backward(ctx, h, weights.fc1_weight, weights.fc2_weight, *norm)
         ctx.plan = plan
-        return y_TH.view(*x.shape[:-1], y_TH.shape[1])
+        return in_shape_of(y_TH, x)
 
     @staticmethod
     @differentiable_once

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.nn.layer import Keep, Layer, as_rows, outside_autocast, uncompiled
+from backstash.nn.layer import (
+    Keep,
+    Layer,
+    as_rows,
+    in_shape_of,
+    outside_autocast,
+    uncompiled,
+)
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -47,7 +54,7 @@ class _Linear(torch.autograd.Function):
         if plan.keep is not Keep.NOTHING:
             save_for_backward(ctx, kept, weight if needs.matmul else None)
         ctx.plan = plan
-        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+        return in_shape_of(y_TN, x)
 
     @staticmethod
     @differentiable_once
