@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from backstash.weights import ShardedWeight, sharded_weights
 from backstash.weights.channel import Parcel
+from backstash.weights.norm import norm_of_parts
 
 
 class Shards:
@@ -56,13 +56,11 @@ class Shards:
         if not self._weights:
             return get_total_norm(list(gradients.values()))
         channel = next(iter(self._weights.values())).sharding.channel
-        # A rank may have no rows of a weight, and the norm of nothing is none.
-        cut = [g for name, g in gradients.items() if name in self._weights and g.numel()]
-        others = [g for name, g in gradients.items() if name not in self._weights]
-        zero = torch.zeros((), device=next(iter(gradients.values())).device)
-        of_cut = channel.total((get_total_norm(cut) if cut else zero).square())
-        of_others = (get_total_norm(others) if others else zero).square()
-        return (of_cut + of_others).sqrt()
+        parts = {
+            channel: [g for name, g in gradients.items() if name in self._weights],
+            None: [g for name, g in gradients.items() if name not in self._weights],
+        }
+        return norm_of_parts(parts, 2.0, device=next(iter(gradients.values())).device)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -7,7 +7,7 @@ neither, and would clip each rank by a number of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,23 +43,35 @@ def gradient_norm(
             f"gradient_norm needs parameters and a norm above zero, got {len(parameters)} "
             f"parameters and {norm_type!r}"
         )
-    largest = norm_type == float("inf")
     parts: dict[Channel | None, list[Tensor]] = {None: []}
     for p in parameters:
         sharding = p.sharding if isinstance(p, ShardedWeight) else None
         part = parts.setdefault(sharding and sharding.channel, [])
-        if p.grad is not None and p.grad.numel():
-            wide = torch.promote_types(p.grad.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=wide).double()
-            part.append(norm if largest else norm**norm_type)
+        if p.grad is not None:
+            part.append(p.grad.detach())
+    return norm_of_parts(parts, norm_type, device=parameters[0].device, across=across)
+
+
+def norm_of_parts(
+    parts: Mapping[Channel | None, Sequence[Tensor]],
+    norm_type: float,
+    *,
+    device: torch.device,
+    across: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The norm of tensors of which each rank of a channel has some rows; all ranks call it.
+
+    What every rank has whole is under None, and counts once.
+    """
+    largest = norm_type == float("inf")
     # Powers of norms that are far from one leave the range of float32.
-    zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    total = zero
-    for channel, part in parts.items():
-        sum_here = _together([zero, *(norm.to(zero.device) for norm in part)], largest=largest)
+    total = zero = torch.zeros((), dtype=torch.float64, device=device)
+    for channel, tensors in parts.items():
+        here = [_power(x, norm_type).to(device) for x in tensors if x.numel()]
+        part = _together([zero, *here], largest=largest)
         if channel is not None:
-            sum_here = (channel.largest if largest else channel.total)(sum_here)
-        total = _together([total, sum_here], largest=largest)
+            part = (channel.largest if largest else channel.total)(part)
+        total = _together([total, part], largest=largest)
     if across is not None:
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=across)
     return (total if largest else total ** (1.0 / norm_type)).float()
@@ -80,6 +92,13 @@ def clip_gradients_(
     norm = gradient_norm(parameters, norm_type, **across)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _power(x: Tensor, norm_type: float) -> Tensor:
+    """What a tensor adds to the sum of powers; of the norm of the largest, its largest."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, norm_type, dtype=wide).double()
+    return norm if norm_type == float("inf") else norm**norm_type
 
 
 def _together(parts: list[Tensor], *, largest: bool) -> Tensor:
