@@ -74,7 +74,7 @@ def _refusing(outputs: Any, origins: list[Tensor]) -> Any:
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     places = [i for i, value in enumerate(several) if isinstance(value, Tensor)]
     # Something that requires grad, so that the values belong to a graph at all.
-    anchors = [torch.empty(0, requires_grad=True), *origins]
+    anchors = [torch.empty(0, device="cpu", requires_grad=True), *origins]
     values = [several[i] for i in places]
     marked = _Refuse.apply(len(anchors), *anchors, *values) if places else ()
     refusing = list(several)

@@ -47,7 +47,7 @@ class StandIns:
 
     def add(self, held: Held) -> Tensor:
         """A tensor that stands for ``held``."""
-        stand_in = torch.empty(0)
+        stand_in = torch.empty(0, device="cpu")
         self._held[stand_in.untyped_storage()._cdata] = stand_in, held
         return stand_in
 

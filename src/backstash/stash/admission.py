@@ -81,7 +81,11 @@ class Ledger:
         self.device_pages = device_pages
         self.host_pages = host_pages
         self.receipts = torch.full(
-            (_RECEIPTS, _RECEIPT_SPACING), RECEIPT_PENDING, dtype=torch.int64, pin_memory=pinned
+            (_RECEIPTS, _RECEIPT_SPACING),
+            RECEIPT_PENDING,
+            dtype=torch.int64,
+            device="cpu",
+            pin_memory=pinned,
         )
         self._arrivals = self.receipts.numpy()
         self._places: dict[int, Tensor] = {}

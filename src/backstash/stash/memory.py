@@ -51,7 +51,10 @@ class Memory:
         return cls(
             device_pages=torch.empty(device_size * page_bytes, dtype=torch.uint8, device=device),
             host_pages=torch.empty(
-                host_size * page_bytes, dtype=torch.uint8, pin_memory=pinned and host_size > 0
+                host_size * page_bytes,
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=pinned and host_size > 0,
             ),
             free_N=free_N,
             state=state,

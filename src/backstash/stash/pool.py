@@ -78,7 +78,7 @@ class PagePool:
         #: The valid length of a buffer that is one row, and valid as a whole.
         self.one_row = torch.ones(1, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
-        answers = torch.zeros(2, len(PoolState), dtype=torch.int64, pin_memory=pinned)
+        answers = torch.zeros(2, len(PoolState), dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._need, self._read = Need(0.0, answers[0]), answers[1]
         self.memory = self._allocate(capacity_bytes // page_bytes, host_bytes // page_bytes)
 

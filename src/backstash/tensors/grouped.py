@@ -250,7 +250,7 @@ def _integers(values: Tensor | Sequence[int], what: str) -> Tensor:
         # To Python, True is a whole number too.
         if not all(isinstance(v, numbers.Integral) and not isinstance(v, bool) for v in values):
             raise DtypeError(f"{what} must be whole numbers, got {values}; round them")
-        values = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        values = torch.tensor([int(value) for value in values], dtype=torch.int64, device="cpu")
     if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8):
         raise DtypeError(f"{what} must be integers, got {values.dtype}; use int32 or int64")
     if values.ndim != 1 or values.numel() == 0:

@@ -142,7 +142,7 @@ class Channel:
     def post(self, code: int) -> tuple[Any, Tensor]:
         """Give a number without waiting for the others; :meth:`wait_for` has the answer."""
         self.agreements += 1
-        bounds = torch.tensor([code, -code])
+        bounds = torch.tensor([code, -code], device="cpu")
         with _Peers("agree on the next collective"):
             work = dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self.group, async_op=True)
         return work, bounds
@@ -155,7 +155,7 @@ class Channel:
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank."""
-        votes = torch.tensor(list(flags), dtype=torch.int64)
+        votes = torch.tensor(list(flags), dtype=torch.int64, device="cpu")
         with _Peers("compare their gradients"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
         return votes.bool().tolist()

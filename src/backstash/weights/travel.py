@@ -184,7 +184,7 @@ def _counts(format: Format, buffer: str, layout: Layout) -> tuple[int, ...] | No
     counts = []
     for rank, rows in enumerate(layout.counts):
         ends_G = layout.shard_ends(rank, torch.device("cpu"))
-        ends_G = torch.tensor([rows]) if ends_G is None else ends_G
+        ends_G = torch.tensor([rows], device="cpu") if ends_G is None else ends_G
         used = format.valid_rows(buffer, ends_G, rows)
         if used is None:
             return None

@@ -172,7 +172,7 @@ def take_pages(
     firsts = [sum(needs[:i]) for i in range(len(needs))]
     missing = total if shortage else 0
     head = [from_device, from_host, missing, 0, *lengths, *firsts]
-    table[: len(head)] = torch.tensor(head, dtype=torch.int64)
+    table[: len(head)] = torch.tensor(head, dtype=torch.int64, device=table.device)
     device_ids = _ring(free_N[:device_size], heads[0], from_device)
     host_ids = _ring(free_N[device_size:], heads[1], from_host)
     ids = torch.cat([device_ids, host_ids]).long()
@@ -234,7 +234,9 @@ def restore_pages(
         if valid.dtype is torch.uint8:
             read_pages(valid, ids, device_pages, host_pages, page_bytes)
         else:
-            content = torch.empty(len(ids) * page_bytes, dtype=torch.uint8)
+            content = torch.empty(
+                len(ids) * page_bytes, dtype=torch.uint8, device=device_pages.device
+            )
             read_pages(content, ids, device_pages, host_pages, page_bytes)
             valid.copy_(mx_values_of(content, valid.dtype, page_bytes)[: valid.numel()])
         state[PoolState.BYTES_RESTORED] += valid.nbytes
@@ -264,7 +266,7 @@ def release_pages(
             (free_N[device_size:], tails[PoolState.TAIL_HOST], ids[from_device:][:from_host]),
         ):
             if len(pages):
-                ring[(torch.arange(len(pages)) + tail) % len(ring)] = pages
+                ring[(torch.arange(len(pages), device=ring.device) + tail) % len(ring)] = pages
         state[PoolState.TAIL_DEVICE] += from_device
         state[PoolState.TAIL_HOST] += from_host
         state[PoolState.MISSING] -= missing
@@ -276,7 +278,7 @@ def _leave_nothing(moves: Moves | None) -> None:
 
 
 def _ring(ring: Tensor, head: int, count: int) -> Tensor:
-    return ring[(torch.arange(count) + head) % len(ring)] if count else ring[:0]
+    return ring[(torch.arange(count, device=ring.device) + head) % len(ring)] if count else ring[:0]
 
 
 def _raise_to(state: Tensor, place: PoolState, value: int) -> None:
