@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from twins import Stack, gradients_of, stack_step
 
 from backstash.errors import ConfigError
-from backstash.weights import clip_gradients_, gradient_norm, shard_weights, sharded_weights
+from backstash.nn import Linear
+from backstash.weights import (
+    ShardOptions,
+    clip_gradients_,
+    gradient_norm,
+    shard_weights,
+    sharded_weights,
+)
 from saving_cases import grad_of
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +65,41 @@ def across_experts(group: Any, norm_type: float) -> float:
 def test_ranks_with_other_parameters_are_taken_together_where_that_is_said(ranks: Ranks) -> None:
     assert ranks.run(across_experts, 2.0) == [pytest.approx((2 * 9 + 2 * 16) ** 0.5)] * 2
     assert ranks.run(across_experts, float("inf")) == [4.0, 4.0]
+
+
+class Mixed(nn.Module):
+    """A layer of this library and one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.ours = Linear(6, 6, bias=False)
+        self.theirs = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.theirs(self.ours(x).tanh())
+
+
+def beside_fully_shard(group: Any) -> None:
+    twin, model = Mixed(), Mixed()
+    mesh: Any = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("whole", "cut"))
+    fully_shard(model, mesh=mesh["whole"], ignored_params={model.ours.weight})
+    shard_weights(model, mesh["cut"], options=ShardOptions(others="leave"))
+    for m in (twin, model):
+        m(torch.arange(18.0).view(3, 6) / 18).square().sum().backward()
+    wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    norm = clip_gradients_(model.parameters(), 0.1)
+    assert type(norm) is Tensor
+    torch.testing.assert_close(norm, wanted)
+    theirs: Any = model.theirs.weight.grad
+    torch.testing.assert_close(theirs.full_tensor(), grad_of(twin.theirs.weight))
+    weight = sharded_weights(model)["ours.weight"]
+    mine = weight.cut.shard(grad_of(twin.ours.weight), weight.sharding.channel.rank)
+    torch.testing.assert_close(weight.grad, mine)
+
+
+def test_gradients_that_fully_shard_cuts_on_another_axis_are_clipped_too(ranks: Ranks) -> None:
+    ranks.run(beside_fully_shard, size=4)
 
 
 def test_without_a_gradient_the_norm_is_zero() -> None:

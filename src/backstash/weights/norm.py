@@ -90,14 +90,19 @@ def clip_gradients_(
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type, **across)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    # Torch multiplies a list of gradients at once, and those of ``fully_shard`` only by themselves.
+    for kind in {type(p.grad) for p in parameters}:
+        alike = [p for p in parameters if type(p.grad) is kind]
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
     return norm
 
 
 def _power(x: Tensor, norm_type: float) -> Tensor:
     """What a tensor adds to the sum of powers; of the norm of the largest, its largest."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, norm_type, dtype=wide).double()
+    norm: Any = torch.linalg.vector_norm(x, norm_type, dtype=wide).double()
+    # Of a tensor that is sharded over another axis it is the norm of all of it.
+    norm = getattr(norm, "full_tensor", lambda: norm)()
     return norm if norm_type == float("inf") else norm**norm_type
 
 
