@@ -236,7 +236,7 @@ class FeedForward:
         if dprob_T is not None and weights.fc2_bias is not None:
             dy = matrix(dy_TH)
             bias_TH = _bias_rows(dy, weights.fc2_bias, rows)
-            dprob_T = dprob_T + (dy * bias_TH).sum(1, dtype=torch.float32).to(dprob_T.dtype)
+            dprob_T = dprob_T + (dy * bias_TH).sum(1).to(dprob_T.dtype)
             dprob_T = _valid(dprob_T, rows)
         return dbias, dprob_T
 
