@@ -154,8 +154,8 @@ class Local:
         num_experts = routing.counts_E.shape[0]
         expert_TK, tally = routing.expert_TK, routing.tally
         source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts, tally=tally)
-        prob_R = _GatherWeights.apply(routing.prob_TK, slots_TK)
-        return Dispatched(x_TH, counts_E, prob_R, RowMap(source_R, slots_TK))
+        rows = RowMap(source_R, slots_TK)
+        return Dispatched(x_TH, counts_E, rows.weights(routing.prob_TK), rows)
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """Add up each token's rows, if the experts have not."""
@@ -257,22 +257,6 @@ class _Fill(torch.autograd.Function):
         dx_TH = kernels.unpermute(dx_RH, slots_TK, valid) if needs_x else None
         dprob_TK = kernels.weights_to_copies(dprob_R, slots_TK, valid) if needs_prob else None
         return dx_TH, dprob_TK, None
-
-
-class _GatherWeights(torch.autograd.Function):
-    """The weight of each row, of which there is one for each copy; and back."""
-
-    @staticmethod
-    def forward(ctx: Any, prob_TK: Tensor, slots_TK: Tensor) -> Tensor:
-        save_for_backward(ctx, slots_TK)
-        return kernels.weights_to_rows(prob_TK, slots_TK, slots_TK.numel())
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (dprob_R,) = grads
-        (slots_TK,) = saved_values(ctx)
-        return kernels.weights_to_copies(dprob_R, slots_TK), None
 
 
 class _Combine(torch.autograd.Function):

@@ -318,7 +318,7 @@ def _check_rows(rows: RowMap, x_TH: Tensor) -> None:
     if not isinstance(rows, RowMap):
         raise ConfigError(
             f"rows must be a RowMap, got {type(rows).__name__}; make one from what "
-            "kernels.sort_by_expert returned"
+            "RowMap.by_expert returned"
         )
     rows.check(x_TH)
 

@@ -1,19 +1,26 @@
 """``RowMap``: which token each row of the experts copies, and which rows each token has.
 
 The two directions of one sort, as ``kernels.sort_by_expert`` gives them.  With it a grouped
-module gathers its rows itself and saves the tokens instead: T rows, not T * K.
+module gathers its rows itself and saves the tokens instead: T rows, not T * K.  So a router
+of somebody else's needs only to say which experts each token goes to, and with what weights:
+``by_expert`` makes the map of it, and ``weights`` brings the weights into the rows' order.
 
-Letters: T tokens, K experts a token, R rows.
+Letters: T tokens, K experts a token, R rows, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from backstash.nn.options import check_sizes
+from backstash.opaque import opaque
+from backstash.saving import differentiable_once, save_for_backward, saved_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +36,7 @@ class RowMap:
                 came = value.shape if isinstance(value, Tensor) else type(value).__name__
                 raise ShapeError(
                     f"{name} must be a tensor of {ndim} dimension(s), got {came}; pass "
-                    "what kernels.sort_by_expert returned"
+                    "what RowMap.by_expert returned"
                 )
             if value.dtype not in (torch.int32, torch.int64):
                 raise DtypeError(f"{name} must be int32 or int64, got {value.dtype}; use .long()")
@@ -38,6 +45,48 @@ class RowMap:
                 f"source_R is on {self.source_R.device} and slots_TK on {self.slots_TK.device}; "
                 "move one of them"
             )
+
+    @classmethod
+    @opaque(reason="rows are sorted by kernels of backstash; leave out fullgraph=True")
+    def by_expert(cls, expert_TK: Tensor, num_experts: int) -> tuple[RowMap, Tensor]:
+        """Sort the copies of tokens by the expert they go to, ties in the order of tokens.
+
+        Args:
+            expert_TK: The experts of each token, int32 or int64 ``(T, K)``.  A number that is
+                no expert's is allowed: its copy is in none of the groups, and adds zeros.
+            num_experts: E, how many there are.
+
+        Returns:
+            The map of ``R = T * K`` rows, and the rows of each expert, int32 ``(E,)`` on the
+            device: ``m_splits`` of a grouped module.
+
+        Raises:
+            ShapeError, DtypeError: ``expert_TK`` is no matrix of integers.
+            ConfigError: there is no expert.
+        """
+        check_sizes(num_experts=num_experts, least=1)
+        source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts)
+        return cls(source_R, slots_TK), counts_E
+
+    @opaque(reason="weights are sorted by kernels of backstash; leave out fullgraph=True")
+    def weights(self, weight_TK: Tensor) -> Tensor:
+        """The weight ``(R,)`` of each row, from that of each copy ``(T, K)``; differentiable.
+
+        Raises:
+            ShapeError: there is not one weight for each copy.
+            DeviceError: the weights are on another device.
+        """
+        if weight_TK.shape != self.slots_TK.shape:
+            raise ShapeError(
+                f"weights needs one number for each of {tuple(self.slots_TK.shape)} copies, got "
+                f"shape {tuple(weight_TK.shape)}; pass the router's weights (T, K)"
+            )
+        if weight_TK.device != self.slots_TK.device:
+            raise DeviceError(
+                f"the row map is on {self.slots_TK.device}, the weights are on "
+                f"{weight_TK.device}; move one of them"
+            )
+        return _WeightsToRows.apply(weight_TK, self.slots_TK)
 
     @property
     def rows(self) -> int:
@@ -67,6 +116,22 @@ class RowMap:
             _check_range("slots_TK", self.slots_TK, self.rows, "rows")
 
 
+class _WeightsToRows(torch.autograd.Function):
+    """The weight of each row, of which there is one for each copy; and back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_TK: Tensor, slots_TK: Tensor) -> Tensor:
+        save_for_backward(ctx, slots_TK)
+        return kernels.weights_to_rows(weight_TK, slots_TK, slots_TK.numel())
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dweight_R,) = grads
+        (slots_TK,) = saved_values(ctx)
+        return kernels.weights_to_copies(dweight_R, slots_TK), None
+
+
 def _check_range(name: str, index: Tensor, count: int, what: str) -> None:
     if not index.numel() or type(index) is not Tensor:
         return  # what stands for indices while a program is exported has no values
@@ -74,5 +139,5 @@ def _check_range(name: str, index: Tensor, count: int, what: str) -> None:
     if least < 0 or most >= count:
         raise ConfigError(
             f"{name} must name {what} from 0 to {count - 1}, got {least} to {most}; pass what "
-            "kernels.sort_by_expert returned for these tokens"
+            "RowMap.by_expert returned for these tokens"
         )
