@@ -86,6 +86,19 @@ def test_gradients_of_routing_weights_are_derivatives(
     check(Weighted(), x_TH, prob_R)
 
 
+def test_the_gradient_of_a_routing_weight_has_the_precision_of_float64() -> None:
+    experts = bs.GroupedMLP(3, 3, 64, bias=True, **DOUBLE)
+    x = rows()
+    prob = torch.rand(len(x), **DOUBLE).requires_grad_()
+    y = experts(x, COUNTS, prob)
+    dy = torch.randn_like(y)
+    (dprob,) = torch.autograd.grad(y, prob, dy)
+    # What a weight multiplies is the output with a weight of one.
+    wanted = (dy * experts(x, COUNTS, torch.ones_like(prob))).sum(1)
+    few_roundings = 64 * torch.finfo(torch.float64).eps
+    torch.testing.assert_close(dprob, wanted, rtol=few_roundings, atol=few_roundings)
+
+
 @pytest.mark.parametrize("is_stashed", [False, True], ids=["kept", "stashed"])
 def test_gradients_of_a_moe_layer_are_derivatives(is_stashed: bool) -> None:
     config = bs.RouterConfig(score="sigmoid")
