@@ -317,8 +317,7 @@ class GroupedMLP(Layer):
 def _check_rows(rows: RowMap, x_TH: Tensor) -> None:
     if not isinstance(rows, RowMap):
         raise ConfigError(
-            f"rows must be a RowMap, got {type(rows).__name__}; make one from what "
-            "RowMap.by_expert returned"
+            f"rows must be a RowMap, got {type(rows).__name__}; make one with RowMap.by_expert"
         )
     rows.check(x_TH)
 
