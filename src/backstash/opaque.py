@@ -1,14 +1,16 @@
 """What ``torch.compile`` runs as it is, as one opaque piece between what it compiles.
 
-``torch.compiler.disable`` says that of a function, but to call it imports the whole compiler,
-which takes as long as importing torch, and most programs never compile.  So it is asked only
-where the compiler is at work.  Until then the function looks to a tracer as if it had been:
+``torch.compiler.disable`` does that to a function, but calling it imports the whole compiler,
+which takes as long as importing torch, and most programs never compile.  Torch has no public way
+to mark a function without that import.  So ``disable`` is called only once the compiler is at
+work, and until then the function has the two marks by which the tracer knows a disabled one:
 
-- One that comes to a call of it does not look into it: it knows such functions by an attribute.
-- One that is to begin with it does not either: it passes over what lies in files of its own, and
-  this is said to lie in one.
+- Where it traces a call of the function, it finds the attribute that ``disable`` sets, and does
+  not trace into it.
+- Where torch itself calls the function, so that tracing would begin with it, it looks at the file
+  of the code: code in torch's own compiler files is skipped, and this claims to be in one.
 
-Where the function runs between two compiled pieces torch's own wrapper calls it, so that nothing
+Where the function runs between two compiled pieces, torch's own wrapper calls it, so that nothing
 that it calls is compiled.
 """
 
@@ -25,8 +27,8 @@ import torch._compile
 Opaque = TypeVar("Opaque", bound=Callable[..., Any])
 
 _frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-# A name in the file in which torch has its own functions that ask the compiler late.
-_PASSED_OVER = f"{torch._compile.__file__}/backstash"
+# The tracer skips by prefix: this is below the file of torch's own late-importing wrappers.
+_SKIPPED_FILE = f"{torch._compile.__file__}/backstash"
 
 
 def opaque(*, reason: str) -> Callable[[Opaque], Opaque]:
@@ -52,7 +54,7 @@ def opaque(*, reason: str) -> Callable[[Opaque], Opaque]:
         marked: Any = run
         marked._torchdynamo_disable = True
         marked._torchdynamo_disable_msg = reason
-        marked.__code__ = marked.__code__.replace(co_filename=_PASSED_OVER)
+        marked.__code__ = marked.__code__.replace(co_filename=_SKIPPED_FILE)
         return marked
 
     return decorate

@@ -42,14 +42,14 @@ from backstash.saving.hooks import announce, is_saving
 from backstash.saving.in_place import Fits, saved_in_place
 from backstash.saving.marks import forget_marks, mark_once
 from backstash.saving.slots import (
-    Again,
     AsGiven,
     Bytes,
+    Constant,
     Grouped,
     OneByOne,
     Records,
     Reference,
-    Thing,
+    Repeated,
     WithParameters,
     Wrapper,
     as_given,
@@ -132,7 +132,7 @@ class _Packer:
         for name in names:
             inner = getattr(value, name)
             if not isinstance(inner, Tensor):
-                parts.append(Thing(inner))
+                parts.append(Constant(inner))
             elif inner.dtype is torch.uint8:
                 parts.append(self._append(inner))
             else:
@@ -213,7 +213,7 @@ def _prepare_each(values: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], R
             slots.append(None)
             continue
         first = position_of.setdefault(id(value), position)
-        slots.append(packer.slot(value) if first == position else Again(first))
+        slots.append(packer.slot(value) if first == position else Repeated(first))
     records = OneByOne(slots, len(packer.tensors), is_offered=is_saving())
     return tuple(packer.tensors), records
 

@@ -165,8 +165,8 @@ class Reference:
         return self.tensor
 
 
-class Again:
-    """The value that was already given at an earlier position."""
+class Repeated:
+    """A value that was given at an earlier position too."""
 
     __slots__ = ("position",)
 
@@ -178,7 +178,7 @@ class Again:
         return values[self.position]
 
 
-class Thing:
+class Constant:
     """What a wrapper holds beside its buffers and hooks never see, such as a mesh of devices."""
 
     __slots__ = ("value",)

@@ -1,6 +1,7 @@
-"""Gradients of shards that are on their way, until they are where gradients belong.
+"""Reductions that are running: gradients of shards, until they are added to their parameters.
 
-Some are let run while the next ones are computed; each holds a whole gradient meanwhile.
+A few of them run while backward computes the next gradients; each holds a whole gradient until
+it is done.
 """
 
 from __future__ import annotations

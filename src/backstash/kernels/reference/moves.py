@@ -1,9 +1,10 @@
-"""Copies that are written down, so that whoever has time makes them.
+"""Page copies that are put on a list, for matmul kernels to make while they compute.
 
-A launch that puts buffers into pages, or brings them back, may leave the whole pages of large
-buffers as a list of *moves*.  Who takes a ticket of the list makes the move: first the matmuls
-that run meanwhile, inside :func:`carrying`, and at the latest :func:`finish_moves`.  Whoever moves
-a byte, it is the same byte.  A CPU has nobody beside it: there nothing is left.
+A launch that copies buffers into pages, or back, may leave the whole pages of large buffers as a
+list of *moves*.  The list is a work queue: a kernel takes a ticket, an atomic counter, and makes
+the move with that number.  The grouped matmuls launched inside :func:`carrying` do so beside
+their own work, and :func:`finish_moves` makes what is left.  The result is the same whoever makes
+a move.  A CPU runs one thing at a time, so there every copy is made at once and nothing is left.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _carried = _Carried()
 
 @contextlib.contextmanager
 def carrying(moves: Moves | None) -> Iterator[None]:
-    """Let the grouped matmuls that are launched on this thread make moves while they compute."""
+    """Let the grouped matmuls that this thread launches inside make moves while they compute."""
     before, _carried.moves = _carried.moves, moves
     try:
         yield
