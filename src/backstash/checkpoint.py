@@ -29,7 +29,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             takes no keyword arguments and loses gradients of inputs inside containers.
     """
     if not callable(function):
-        raise ConfigError(f"checkpoint needs a function or a module to call, got {function!r}")
+        raise ConfigError(
+            f"checkpoint needs a function or a module to call, got {function!r}; pass its "
+            "arguments after it, not its result"
+        )
     if kwargs.pop("use_reentrant", False):
         raise ConfigError(
             "backstash.checkpoint does not run reentrantly; leave use_reentrant out, or call "

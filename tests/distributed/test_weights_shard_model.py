@@ -119,7 +119,7 @@ def test_the_values_are_those_of_the_first_rank(ranks: Ranks) -> None:
 
 
 def refusals(group: Any) -> None:
-    with pytest.raises(ConfigError, match="nothing in Embedding is to be sharded"):
+    with pytest.raises(ConfigError, match="found nothing to shard in Embedding"):
         shard_weights(nn.Embedding(3, 4), group)
     with pytest.raises(ConfigError, match=r"embedding.weight belongs to a torch.nn.Embedding"):
         shard_weights(Model(), group, filter=lambda name, p: True)

@@ -245,7 +245,10 @@ class Format(abc.ABC):
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ShapeError(f"{name} must be a whole number, got {count!r}; pass a count")
         if dtype not in HIGH_PRECISION_DTYPES:
-            raise DtypeError(f"saved_bytes needs the dtype of the values, got {dtype!r}")
+            raise DtypeError(
+                f"saved_bytes needs the dtype of the values, got {dtype!r}; pass float32, "
+                f"bfloat16, float16 or float64"
+            )
         if not isinstance(usage, Usage) or not usage:
             raise LayoutError(f"saved_bytes needs ROWWISE, COLUMNWISE or BOTH, got {usage!r}")
         specs = self.buffers(rows, columns, dtype, usage, groups)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.errors import ConfigError, RecipeError
+from backstash.errors import ConfigError
 from backstash.formats import FLOAT8_CURRENT, Float8Delayed, Format, HighPrecisionFormat, Usage
 from backstash.nn.call import Call
 from backstash.nn.options import check_name
@@ -205,10 +205,6 @@ def _storage_format(format: Format) -> Format | None:
 
 
 def _empty_weight(format: Format, plain: Tensor) -> QuantizedTensor:
-    if plain.ndim > 3:
-        raise RecipeError(
-            f"a weight in low precision has shape (N, K) or (G, N, K), got {tuple(plain.shape)}"
-        )
     groups = plain.shape[0] if plain.ndim == 3 else None
     rows, columns = plain.shape[:-1].numel(), plain.shape[-1]
     specs = format.buffers(rows, columns, plain.dtype, Usage.BOTH, groups)

@@ -193,6 +193,9 @@ def custom(function: Callable[[Role], Format], *, name: str = "custom", **option
             f"custom needs a function of a Role that gives a format, got {function!r}"
         )
     known = ("keep_high_precision", "backward_override", "decode_in_matmul")
-    if set(options) - set(known):
-        raise RecipeError(f"custom has the options {list(known)}, got {sorted(options)}")
+    if unknown := sorted(set(options) - set(known)):
+        raise RecipeError(
+            f"custom has the options {list(known)}, got unknown {unknown}; the formats and their "
+            f"options are what the function gives"
+        )
     return Recipe(name=name, choose=function, **options)

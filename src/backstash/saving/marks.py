@@ -76,7 +76,8 @@ def mark_grouped_tensor(value: Tensor | GroupedTensor, rows: Tensor | None = Non
     if not isinstance(rows, Tensor) or rows.numel() != 1 or rows.dtype not in _INTEGERS:
         came = f"{rows.dtype} of {rows.numel()}" if isinstance(rows, Tensor) else repr(rows)
         raise DtypeError(
-            f"rows must be an integer tensor of one element on {value.device}, got {came}"
+            f"rows must be an integer tensor of one element on {value.device}, got {came}; give "
+            f"the number of valid rows"
         )
     if rows.device != value.device:
         raise DeviceError(

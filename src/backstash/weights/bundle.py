@@ -157,7 +157,7 @@ class Bundle:
         if grad.shape != shape:
             raise ShapeError(
                 f"the gradient of {member.name} must have the shape of the whole weight, "
-                f"{tuple(shape)}, got {tuple(grad.shape)}"
+                f"{tuple(shape)}, got {tuple(grad.shape)}; give the gradient before it is cut"
             )
         return grad.detach().to(dtype)
 

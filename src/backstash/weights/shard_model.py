@@ -165,8 +165,9 @@ def _chosen_places(module: nn.Module, filter: Filter | None) -> list[_Place]:
         _check_parameter(place)
     if not places:
         raise ConfigError(
-            f"nothing in {type(module).__name__} is to be sharded: it has no layer of this "
-            "library, or its weights are sharded already, or the filter leaves none"
+            f"shard_weights found nothing to shard in {type(module).__name__}: it has no layer of "
+            "this library, or its weights are sharded already, or the filter leaves none; use "
+            "layers such as backstash.Linear, and shard a model once"
         )
     return places
 
@@ -243,14 +244,15 @@ def _check_same_model(channel: Channel, members: list[list[Member]], how: tuple[
         if other != hows[0]:
             raise ConfigError(
                 f"every rank must shard with the same prefetch and options, but rank {rank} has "
-                f"{other} and rank 0 has {hows[0]}"
+                f"{other} and rank 0 has {hows[0]}; pass the same on all ranks"
             )
     for rank, other in enumerate(theirs):
         if other != theirs[0]:
             differing = [pair for pair in zip(theirs[0], other, strict=False) if pair[0] != pair[1]]
             raise ConfigError(
                 f"every rank must shard the same weights, but rank {rank} has {len(other)} and "
-                f"rank 0 has {len(theirs[0])}, the first that differ are {differing[:1]}"
+                f"rank 0 has {len(theirs[0])}, the first that differ are {differing[:1]}; make the "
+                "same model and pass the same filter on all ranks"
             )
 
 
