@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import ConfigError
+from backstash.errors import ConfigError
 
 # The first CUDA compute capability whose matrix units take each kind of operand.
 FIRST_CAPABILITY: Mapping[str, tuple[int, int]] = {

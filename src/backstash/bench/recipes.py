@@ -31,6 +31,7 @@ from backstash.device import device_name
 from backstash.recipes import recipe_names
 from backstash.train import Ending, NonFiniteError, TrainConfig, preset, train
 from backstash.train.loop import open_device
+from backstash.train.ranks import Silence
 
 STEPS = 300
 SEEDS = (0, 1, 2)
@@ -130,12 +131,12 @@ def run_all(configs: Sequence[TrainConfig], jobs: int) -> Iterator[Run]:
 def run(config: TrainConfig) -> Run:
     """Train once."""
     try:
-        outcome = train(config, Quiet())
+        outcome = train(config, Silence())
         records = outcome.records
     except NonFiniteError:
         outcome, records = None, []
     if outcome is not None and outcome.ending is Ending.STOPPED:
-        raise KeyboardInterrupt  # the trainer took it for a wish to stop after a step
+        raise KeyboardInterrupt  # the trainer took it as a request to stop after a step
     evaluated = [record["held_out_loss"] for record in records if "held_out_loss" in record]
     steps = [record for record in records if "loss" in record]
     step_ms = [1000 * config.step_tokens / record["tokens_per_s"] for record in steps]
@@ -147,19 +148,6 @@ def run(config: TrainConfig) -> Run:
         step_ms=statistics.median(step_ms) if step_ms else None,
         saved_bytes=int(steps[-1]["saved_bytes"]) if steps else None,
     )
-
-
-class Quiet:
-    """An output that shows nothing: the runs of several processes would mix."""
-
-    def say(self, text: str) -> None:
-        """Say nothing."""
-
-    def progress(self, record: object) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def rows(runs: Sequence[Run], config: TrainConfig, jobs: int) -> list[RecipeRow]:

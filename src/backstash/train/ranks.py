@@ -135,7 +135,7 @@ class Ranks:
 
 
 class Silence:
-    """Output and log of the ranks that do not speak."""
+    """Output and log of a run that shows nothing, such as that of any rank but the first."""
 
     def say(self, text: str) -> None:
         """Say nothing."""
