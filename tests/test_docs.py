@@ -59,6 +59,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text_of(page)):
         other = page.parent / target if target else page
         assert other.exists(), f"{page_id(page)} links to {target}"
+        if page.is_relative_to(ROOT / "docs"):
+            # ``make docs`` puts no other file into the pages, and refuses a link to one.
+            assert other.resolve().is_relative_to(ROOT / "docs"), f"{target} is no page"
         if anchor:
             assert anchor in anchors(other), f"{page_id(page)} links to {target}#{anchor}"
 
