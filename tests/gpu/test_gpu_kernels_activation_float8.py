@@ -58,3 +58,6 @@ def test_rows_of_the_tail_are_not_written() -> None:
     wanted = kernels.activate_float8(h, None, "swiglu", SCALINGS[0])
     for one, other in zip(found, wanted, strict=True):
         assert_twin_bytes(one[:33], other[:33])
+    # What fresh memory is full of.
+    assert (found[0][33:] == 255).all()
+    assert found[1][33:].isnan().all()
