@@ -268,7 +268,7 @@ def reads_turned(
     dtype: torch.dtype,
     ends_G: Tensor,
 ) -> bool:
-    """Whether the weight gradient takes columns that are turned as they are quantized.
+    """Whether the weight gradient takes columns that are transposed as they are quantized.
 
     ``formats`` are those of the output gradient and of the input in backward.
     """

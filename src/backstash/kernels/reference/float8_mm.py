@@ -3,7 +3,7 @@
 A scale that all codes share which a product adds up over (that of a tensor, a row, or a column
 of a group) can be multiplied onto the finished sum, so the unit multiplies bare codes.  It
 wants both operands with the dimension it adds up over last in memory, and that dimension in
-whole units of 16; the codes of the weight gradient are turned for it by
+whole units of 16; the codes of the weight gradient are transposed for it by
 :func:`transpose_groups`, which pads every group inside.
 
 The meaning of a product is: decode in float32, multiply in float32, round once.  A matrix unit
@@ -87,7 +87,7 @@ def float8_grouped_mm_dw(
 
 
 def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes the other way round, each group beginning at a whole unit.
+    """Transposed codes, each group beginning at a whole unit.
 
     Args:
         codes_TK: One-byte codes, ``uint8`` or float8; the tail is not read.
@@ -108,8 +108,8 @@ def transpose_groups(codes_TK: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     row_P = torch.where(row_P < ends_G.clamp(0, rows)[group_P], row_P, rows)
     # A row of zeros stands for every column that no row of a group fills.
     rows_and_zeros = F.pad(codes_TK.view(torch.uint8), (0, 0, 0, 1))
-    turned_KP = rows_and_zeros.index_select(0, row_P).t().contiguous()
-    return turned_KP.view(codes_TK.dtype), padded_G
+    transposed_KP = rows_and_zeros.index_select(0, row_P).t().contiguous()
+    return transposed_KP.view(codes_TK.dtype), padded_G
 
 
 def padded_columns(rows: int, groups: int) -> int:

@@ -1,4 +1,4 @@
-"""Float8 columns that are turned as they are quantized, for a product that follows at once.
+"""Float8 columns that are transposed (*turned*) as they are quantized, for the product that follows.
 
 Columns that are saved keep the matrix's own order, so that their valid rows are a prefix.  A
 gradient is read by its two products and gone: its columns may be written the way the weight
@@ -44,7 +44,7 @@ def quantize_float8_turned(
     epsilon: float = 0.0,
     power_of_two: bool = False,
 ) -> Turned:
-    """The columns of ``quantize_float8_columns``, turned.
+    """The columns of ``quantize_float8_columns``, transposed.
 
     With ``source_T`` row t of the matrix is row ``source_T[t]`` of ``x_TK``, which has as many
     rows as there are tokens then.
@@ -82,7 +82,7 @@ def quantize_float8_weight(
 
     Returns:
         Codes ``(G, K, N)`` and inverse scales ``(G, K)``: those of ``quantize_float8_columns``
-        where each expert's rows are a group, turned.
+        where each expert's rows are a group, transposed.
     """
     scale_GK = scale_from_amax(
         row_amax(w_GNK.mT.flatten(0, 1)).view(len(w_GNK), w_GNK.shape[2]),

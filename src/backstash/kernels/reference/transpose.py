@@ -1,11 +1,11 @@
-"""Codes the other way round: a matmul that wants its lines along the other dimension.
+"""Codes transposed, for a matmul that reads them along the other dimension.
 
 Float8 matrix units read both operands along the dimension they add up over.  Codes whose
-scale does not depend on a direction, or that are wanted for one product only, are turned
+scale does not depend on a direction, or that are wanted for one product only, are transposed
 instead of quantized again, at a quarter to a third of the bytes.
 
 Four-bit codes lie in pairs, two neighbours of a row in a byte with the even column in its low
-half; turned, two neighbours of a column share one.  So the tiles of a 2-D NVFP4 weight, whose
+half; transposed, two neighbours of a column share one.  So the tiles of a 2-D NVFP4 weight, whose
 scales are the same along both directions, can be read along the other one.
 
 Letters: M rows, K columns, G matrices.
@@ -35,13 +35,13 @@ def transpose_codes(codes: Tensor) -> Tensor:
     """
     check_codes(codes)
     if codes.dtype is PAIRS:
-        return _turned_pairs(codes.view(torch.uint8)).view(PAIRS)
+        return _transposed_pairs(codes.view(torch.uint8)).view(PAIRS)
     # Bytes: not every device copies every 8-bit float.
-    turned = codes.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format)
-    return turned.view(codes.dtype)
+    transposed = codes.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format)
+    return transposed.view(codes.dtype)
 
 
-def _turned_pairs(pairs: Tensor) -> Tensor:
+def _transposed_pairs(pairs: Tensor) -> Tensor:
     codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).mT
     codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
     return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
