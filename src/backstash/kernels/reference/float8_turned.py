@@ -1,4 +1,4 @@
-"""Float8 columns that are transposed (*turned*) as they are quantized, for the product that follows.
+"""Float8 columns that are transposed (*turned*) as they are quantized, for a product just ahead.
 
 Columns that are saved keep the matrix's own order, so that their valid rows are a prefix.  A
 gradient is read by its two products and gone: its columns may be written the way the weight
