@@ -192,20 +192,21 @@ def test_the_account_of_a_run_is_made_by_the_first_rank_alone(ranks: Pool, tmp_p
     assert part < parameters
 
 
-def check_a_failed_write(group: dist.ProcessGroup) -> str:
+def check_a_failed_write(group: dist.ProcessGroup, failure: Exception) -> str:
     def write() -> None:
-        raise CheckpointError("the disk is full")
+        raise failure
 
     try:
         Ranks.of(group, group).first_does(write)
-    except (CheckpointError, PeerError) as error:
+    except (type(failure), PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_what_the_first_rank_cannot_write_ends_all(ranks: Pool) -> None:
-    first, other = ranks.run(check_a_failed_write)
-    assert first == "CheckpointError: the disk is full"
+@pytest.mark.parametrize("kind", [CheckpointError, OSError, RuntimeError, MemoryError])
+def test_what_the_first_rank_cannot_write_ends_all(ranks: Pool, kind: type[Exception]) -> None:
+    first, other = ranks.run(check_a_failed_write, kind("the disk is full"))
+    assert first == f"{kind.__name__}: the disk is full"
     assert other.startswith("PeerError: rank 0 could not write")
 
 

@@ -21,8 +21,7 @@ from typing import Any, Literal, TypeVar, get_args
 from backstash.errors import ConfigError, RecipeError
 from backstash.formats import FLOAT8_CURRENT, HIGH_PRECISION, MXFP8
 from backstash.recipes import Recipe, recipe
-
-from .names import check_patterns, matmul_names
+from backstash.train.names import check_patterns, matmul_names
 
 Start = Literal["new", "fresh", "resume"]
 ComputeDtype = Literal["float32", "bfloat16"]

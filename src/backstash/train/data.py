@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DataError
-
-from .tokenizer import Tokenizer
+from backstash.train.tokenizer import Tokenizer
 
 # With fewer documents than this, whole documents cannot make up the held-out part closely.
 _FEWEST_DOCUMENTS = 20

@@ -25,16 +25,15 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from backstash.recipes import Recipe, autocast, recipe
 from backstash.saving import Meter, saving
 from backstash.stash import Stash
-
-from .config import ModelConfig, Recompute
-from .data import held_out_batches
-from .generate import GenerateConfig, generate_text
-from .loop import Trainer
-from .model import Decoder
-from .plain import PlainDecoder
-from .session import Outcome
-from .shards import count_parameters
-from .tokenizer import open_tokenizer
+from backstash.train.config import ModelConfig, Recompute
+from backstash.train.data import held_out_batches
+from backstash.train.generate import GenerateConfig, generate_text
+from backstash.train.loop import Trainer
+from backstash.train.model import Decoder
+from backstash.train.plain import PlainDecoder
+from backstash.train.session import Outcome
+from backstash.train.shards import count_parameters
+from backstash.train.tokenizer import open_tokenizer
 
 Batch = tuple[Tensor, Tensor]
 

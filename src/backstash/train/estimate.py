@@ -20,10 +20,9 @@ from backstash.device import default_device
 from backstash.formats import Format, HighPrecisionFormat, Usage
 from backstash.recipes import Operand, Phase, Role
 from backstash.stash import pages_for
-
-from .attention import repeats_heads
-from .config import ModelConfig, TrainConfig
-from .names import layer_name
+from backstash.train.attention import repeats_heads
+from backstash.train.config import ModelConfig, TrainConfig
+from backstash.train.names import layer_name
 
 _INT64, _INT32, _FLOAT32 = 8, 4, 4
 

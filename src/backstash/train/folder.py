@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from backstash.errors import CheckpointError, ConfigError
-
-from .config import Start, TrainConfig, config_from_json, config_to_json
-from .state import newest_checkpoint, replace_text
+from backstash.train.config import Start, TrainConfig, config_from_json, config_to_json
+from backstash.train.state import newest_checkpoint, replace_text
 
 
 class RunFolder:

@@ -15,19 +15,18 @@ from torch import Tensor
 
 from backstash.errors import ConfigError
 from backstash.recipes import autocast
-
-from .config import (
+from backstash.train.config import (
     TrainConfig,
     check_device_name,
     check_instance,
     check_integer,
     check_number,
 )
-from .folder import RunFolder
-from .loop import load_weights, make_model, open_device
-from .model import Decoder
-from .state import read_checkpoint
-from .tokenizer import Tokenizer, open_tokenizer
+from backstash.train.folder import RunFolder
+from backstash.train.loop import load_weights, make_model, open_device
+from backstash.train.model import Decoder
+from backstash.train.state import read_checkpoint
+from backstash.train.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

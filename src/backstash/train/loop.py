@@ -30,15 +30,14 @@ from backstash.device import default_device
 from backstash.errors import BackstashError, CheckpointError, DeviceError
 from backstash.recipes import autocast
 from backstash.saving import Meter, saving
-
-from .config import TrainConfig, config_to_json
-from .data import Batches, Corpus, held_out_batches
-from .metrics import StashMetrics, StepMetrics, peak_memory_bytes
-from .model import Decoder
-from .optimizer import Optimizer, learning_rate
-from .ranks import Ranks, own_device
-from .stash import StashGauge, open_stash
-from .state import Checkpoint
+from backstash.train.config import TrainConfig, config_to_json
+from backstash.train.data import Batches, Corpus, held_out_batches
+from backstash.train.metrics import StashMetrics, StepMetrics, peak_memory_bytes
+from backstash.train.model import Decoder
+from backstash.train.optimizer import Optimizer, learning_rate
+from backstash.train.ranks import Ranks, own_device
+from backstash.train.stash import StashGauge, open_stash
+from backstash.train.state import Checkpoint
 
 # A resumed run may differ from the one it continues in these; all else decides its values.
 _FREE_ON_RESUME = frozenset(

@@ -24,8 +24,7 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from backstash.errors import CheckpointError
-
-from .state import not_written, replace_text
+from backstash.train.state import not_written, replace_text
 
 Record = Mapping[str, float]
 

@@ -26,10 +26,9 @@ from backstash.moe import Local, MoE, RouterConfig
 from backstash.nn import LayerNormLinear, Linear
 from backstash.nn.module import name_modules
 from backstash.recipes import autocast
-
-from .attention import attend, rotary_table
-from .config import ModelConfig, Recompute
-from .norm import RMSNorm
+from backstash.train.attention import attend, rotary_table
+from backstash.train.config import ModelConfig, Recompute
+from backstash.train.norm import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)

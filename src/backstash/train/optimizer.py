@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from backstash.errors import CheckpointError
-
-from .config import OptimizerConfig
-from .shards import Shards
+from backstash.train.config import OptimizerConfig
+from backstash.train.shards import Shards
 
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -131,10 +130,10 @@ class Optimizer:
                 f"{wrong[0]}; resume with the model and dtype that the run was started with"
             )
         self._adam.state.clear()
+        if not tensors:
+            return
         with torch.no_grad():
             for name, master in self._masters.items():
-                if not tensors:
-                    continue
                 parts = {k: self._shards.part(name, tensors[f"{k}.{name}"]) for k in _ADAM_STATE}
                 self._adam.state[master] = {k: _placed(v, k, master) for k, v in parts.items()}
                 if master is not self._weights[name]:

@@ -28,9 +28,8 @@ import torch
 from backstash.formats import Format, HighPrecisionFormat, MXFP8Format, NVFP4Format, Usage
 from backstash.recipes import Operand
 from backstash.stash import Sizing
-
-from .config import TrainConfig
-from .estimate import (
+from backstash.train.config import TrainConfig
+from backstash.train.estimate import (
     attention_bytes,
     buffer_rows,
     ends_saved_bytes,
@@ -45,9 +44,9 @@ from .estimate import (
     shared_buffers,
     stash_bytes,
 )
-from .metrics import mebibytes
-from .names import layer_name
-from .stash import pool_margin
+from backstash.train.metrics import mebibytes
+from backstash.train.names import layer_name
+from backstash.train.stash import pool_margin
 
 #: Of the matmul library on a Hopper GPU, for the thread of forward and for that of backward.
 WORKSPACES = 2 * 32 * 2**20

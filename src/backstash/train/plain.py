@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import attend, rotary_table
-from .config import ModelConfig
-from .model import Loss, next_token_loss
+from backstash.train.attention import attend, rotary_table
+from backstash.train.config import ModelConfig
+from backstash.train.model import Loss, next_token_loss
 
 
 class PlainDecoder(nn.Module):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backstash.errors import ConfigError
-
-from .config import ModelConfig, OptimizerConfig, TrainConfig
+from backstash.train.config import ModelConfig, OptimizerConfig, TrainConfig
 
 
 def demo() -> TrainConfig:

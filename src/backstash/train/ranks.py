@@ -28,13 +28,12 @@ from backstash.device import default_device, launch_environment
 from backstash.errors import BackstashError, ConfigError, DeviceError, PeerError
 from backstash.formats import Float8Delayed
 from backstash.recipes import Recipe
+from backstash.train.config import TrainConfig
+from backstash.train.shards import Shards
 from backstash.weights import ShardOptions, shard_weights, sharded_weights
 
-from .config import TrainConfig
-from .shards import Shards
-
 if TYPE_CHECKING:
-    from .metrics import Record
+    from backstash.train.metrics import Record
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -121,11 +120,11 @@ class Ranks:
         Raises:
             PeerError: the first rank failed, and this is another one.
         """
-        failure: BackstashError | None = None
+        failure: Exception | None = None
         if self.is_first:
             try:
                 write()
-            except BackstashError as error:
+            except Exception as error:  # whatever it is, the others wait for an answer
                 failure = error
         failed = self.on_any(flag=failure is not None)
         if failure is not None:

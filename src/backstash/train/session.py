@@ -6,17 +6,16 @@ import enum
 from dataclasses import dataclass
 
 from backstash.errors import ConfigError
-
-from .config import TrainConfig
-from .data import Corpus, read_corpus, unigram_loss
-from .folder import RunFolder
-from .interrupt import Interrupt
-from .loop import Trainer
-from .metrics import MetricsLog, Output, StepMetrics, open_output, read_metrics
-from .ranks import Ranks, Silence, open_ranks
-from .shards import count_parameters
-from .state import read_checkpoint, write_checkpoint
-from .tokenizer import open_tokenizer
+from backstash.train.config import TrainConfig
+from backstash.train.data import Corpus, read_corpus, unigram_loss
+from backstash.train.folder import RunFolder
+from backstash.train.interrupt import Interrupt
+from backstash.train.loop import Trainer
+from backstash.train.metrics import MetricsLog, Output, StepMetrics, open_output, read_metrics
+from backstash.train.ranks import Ranks, Silence, open_ranks
+from backstash.train.shards import count_parameters
+from backstash.train.state import read_checkpoint, write_checkpoint
+from backstash.train.tokenizer import open_tokenizer
 
 Log = MetricsLog | Silence
 

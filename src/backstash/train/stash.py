@@ -14,10 +14,9 @@ import torch
 
 from backstash.errors import ConfigError
 from backstash.stash import PagePool, Policy, Sizing, Stash
-
-from .config import TrainConfig
-from .estimate import stash_bytes
-from .metrics import StashMetrics
+from backstash.train.config import TrainConfig
+from backstash.train.estimate import stash_bytes
+from backstash.train.metrics import StashMetrics
 
 
 def check_takes(config: TrainConfig) -> None:
