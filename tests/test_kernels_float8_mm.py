@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
+from backstash.errors import DtypeError, ShapeError
 from backstash.kernels import FLOAT8_UNIT, Scaled
 from backstash.kernels.reference.float8_mm import padded_columns
 
@@ -102,3 +103,24 @@ def test_grouped_products_are_those_of_the_values(counts: list[int], rows: int) 
         assert_rounded(dw[g], wanted)
         start = end
     assert not y[start:].any()
+
+
+@by_split
+def test_a_product_of_gathered_codes_is_that_of_copies(counts: list[int], rows: int) -> None:
+    a, w = codes_of(12, K), codes_of(len(counts), N, K)
+    scale_T, scale_GN = torch.rand(12), torch.rand(len(counts), N)
+    source_R = torch.arange(rows) % 12
+    weight, last = Scaled(w, scale_GN), (ends_of(counts), torch.bfloat16)
+    copies = Scaled(a.float()[source_R].to(E4M3), scale_T[source_R])
+    wanted = kernels.float8_grouped_mm(copies, weight, *last)
+    for source in (source_R, source_R.int()):
+        found = kernels.float8_gathered_mm(Scaled(a, scale_T), weight, last[0], source, last[1])
+        assert torch.equal(found, wanted)
+
+
+def test_sources_that_are_no_row_numbers_are_refused() -> None:
+    a, w = Scaled(codes_of(3, K), torch.rand(3)), Scaled(codes_of(1, N, K), torch.rand(1, N))
+    with pytest.raises(DtypeError, match="cast them with"):
+        kernels.float8_gathered_mm(a, w, ends_of([3]), torch.rand(3), torch.float32)
+    with pytest.raises(ShapeError, match="sort_by_expert"):
+        kernels.float8_gathered_mm(a, w, ends_of([3]), torch.zeros(3, 1).long(), torch.float32)

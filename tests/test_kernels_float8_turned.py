@@ -57,3 +57,21 @@ def test_a_weight_is_groups_of_as_many_rows(code: torch.dtype, options: dict[str
     assert codes.is_contiguous()
     assert torch.equal(codes.view(torch.uint8), right.contiguous().view(torch.uint8))
     assert torch.equal(scale_inv, wanted)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_rows_note_of_a_weight_makes_the_same_columns(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    w, code = torch.randn(3, 32, 24).to(dtype), torch.float8_e4m3fn
+    w[1, 4, 5] = w[2, :, 3] = w[0, 2] = float("nan")
+    codes, scale_inv, amax = kernels.quantize_float8_weight_rows(w, code, **options)
+    assert amax.dtype is (dtype if dtype is torch.bfloat16 else torch.float32)
+    assert torch.equal(amax.float(), w.float().abs().nan_to_num(0).amax(1))
+    wanted = kernels.quantize_float8_rows(w.flatten(0, 1), code, **options)
+    assert torch.equal(codes, wanted[0])
+    assert torch.equal(scale_inv, wanted[1])
+    found = kernels.quantize_float8_weight(w, code, amax, **options)
+    for one, other in zip(found, kernels.quantize_float8_weight(w, code, **options), strict=True):
+        assert torch.equal(one.float().nan_to_num(9), other.float().nan_to_num(9))

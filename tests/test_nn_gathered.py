@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
+from backstash.formats import FLOAT8_ROWWISE, Usage
 from backstash.nn import GroupedMLP, RowMap, gathered
 from backstash.nn.gathered import Gathered
+from backstash.tensors import QuantizedTensor
 
 T, K, G = 40, 2, 3
 
@@ -49,6 +51,17 @@ def test_gathered_rows_are_copies_of_the_tokens() -> None:
     assert (rows.shape, rows.dtype) == ((T * K, 30), torch.float32)
     assert torch.equal(gathered.matrix(rows), values[source])
     assert gathered.matrix(values) is values
+
+
+def test_gathered_codes_are_those_of_the_gathered_rows() -> None:
+    values, source = torch.randn(T, 30), torch.randint(0, T, (T * K,))
+    tokens = FLOAT8_ROWWISE.quantize(values, usage=Usage.ROWWISE)
+    found = gathered.matrix(Gathered(tokens, source))
+    wanted = FLOAT8_ROWWISE.quantize(values[source], usage=Usage.ROWWISE)
+    assert isinstance(found, QuantizedTensor)
+    assert found.shape == wanted.shape
+    for name, buffer in wanted.buffers.items():
+        assert torch.equal(found.buffers[name], buffer)
 
 
 @pytest.mark.parametrize("side", ["gradient", "input"])

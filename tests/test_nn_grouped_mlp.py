@@ -13,7 +13,7 @@ from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.formats import MXFP8, Usage
 from backstash.nn import GroupedMLP, RowMap
-from backstash.recipes import Operand, Phase, Role, autocast
+from backstash.recipes import Operand, Phase, Role, autocast, quantized_model_init
 from backstash.recipes import recipe as recipe_named
 from backstash.saving import Meter, saving
 from nn_cases import FFN, LOW_PRECISION, RECIPES, G, H, routing
@@ -169,6 +169,11 @@ def test_nobody_can_add_up_rows_without_a_map() -> None:
         build()(torch.randn(4, H), [1, 1, 1, 1], combined=True)
 
 
+def noted_bytes(recipe: str) -> int:
+    """Of each weight's columns the largest magnitude is saved where each has a scale."""
+    return 4 * G * (H + FFN) if recipe == "float8_rowwise" else 0
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "float8_delayed"])
 def test_what_is_saved_is_the_input_and_the_preactivation(recipe: str) -> None:
     module, counts = build(), SPLITS[0]
@@ -179,7 +184,7 @@ def test_what_is_saved_is_the_input_and_the_preactivation(recipe: str) -> None:
     format = recipe_named(recipe).format(Role(Operand.INPUT, Phase.BACKWARD, "GroupedMLP"))
     columns = format.saved_bytes(40, H, x.dtype, Usage.COLUMNWISE, groups=G)
     h, probs, ends = 4 * 40 * 2 * FFN, 4 * 40, 4 * G
-    assert meter.bytes == columns + h + probs + ends
+    assert meter.bytes == columns + h + probs + ends + noted_bytes(recipe)
     y.sum().backward()
 
 
@@ -192,7 +197,7 @@ def test_with_a_row_map_the_tokens_are_saved_and_not_their_copies(recipe: str) -
     with autocast(recipe=recipe), saving(meter):
         y = module(x, counts, rows=rows)
     h, row_map, ends = 4 * rows.rows * 2 * FFN, 2 * 8 * rows.rows, 4 * G
-    assert meter.bytes == x.nbytes + h + row_map + ends
+    assert meter.bytes == x.nbytes + h + row_map + ends + noted_bytes(recipe)
     y.sum().backward()
 
 
@@ -209,6 +214,38 @@ def test_the_preactivation_can_be_kept_in_low_precision() -> None:
     assert torch.equal(found[0], plain[0])
     for one, other in zip(found, plain, strict=True):
         assert relative_error(one, other) <= MXFP8.rtol
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_cast_before_the_rows_are_known_give_the_same_bits(recipe: str) -> None:
+    module, counts = build(), SPLITS[0]
+    twin = copy.deepcopy(module)
+    x, dy = torch.randn(40, H), torch.randn(40, H) / 8
+    wanted = step(module, x, None, dy, (recipe, counts))
+    x.requires_grad_()
+    with autocast(recipe=recipe):
+        begun = twin.begin(x.dtype)
+        assert (begun.ahead is None) == (recipe == "high_precision")
+        y = twin(x, counts, begun=begun)
+    y.backward(dy)
+    found = [y.detach(), x.grad, *(p.grad for p in twin.parameters())]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_weight_that_is_elsewhere_or_quantized_is_not_cast_ahead() -> None:
+    with autocast(recipe="float8_rowwise"):
+        with quantized_model_init(recipe="float8_rowwise"):
+            assert build().begin(torch.float32).ahead is None
+        module = build()
+        module.fc2_weight = torch.nn.Parameter(Elsewhere(module.fc2_weight.detach()))
+        assert module.begin(torch.float32).ahead is None
+
+
+class Elsewhere(Tensor):
+    """As a provider of distributed weights marks its own."""
+
+    is_distributed_weight = True
 
 
 def test_frozen_parts_get_no_gradient_and_the_rest_the_same_one() -> None:

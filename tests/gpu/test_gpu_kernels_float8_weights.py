@@ -42,3 +42,35 @@ def test_special_values_are_the_references(special: list[float], code: torch.dty
     check(w, code)
     check(w, code, power_of_two=True)
     check(w, code, epsilon=1e-3)
+
+
+def check_noted(w: torch.Tensor, code: torch.dtype = E4M3, **options: Any) -> None:
+    wanted = kernels.quantize_float8_weight_rows(w, code, **options)
+    on_gpu = w.cuda()
+    with no_host_reads():
+        found = kernels.quantize_float8_weight_rows(on_gpu, code, **options)
+        columns = kernels.quantize_float8_weight(on_gpu, code, found.amax_GK, **options)
+    assert [part.dtype for part in found] == [part.dtype for part in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert_twin_bytes(one.float(), other.float())
+    for one, other in zip(columns, kernels.quantize_float8_weight(w, code, **options), strict=True):
+        assert_twin_bytes(one.float(), other.float())
+
+
+@by_dtype
+@pytest.mark.parametrize("size", [*SIZES, (2, 130, 2048), (2, 70, 2050)], ids=str)
+def test_rows_note_the_columns_that_are_the_references(
+    size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    check_noted(torch.randn(size).to(dtype))
+
+
+@by_special
+@pytest.mark.parametrize("code", [E4M3, E5M2], ids=str)
+def test_special_values_are_noted_as_the_references(
+    special: list[float], code: torch.dtype
+) -> None:
+    w = special_matrix(special).unsqueeze(0)
+    check_noted(w, code)
+    check_noted(w.bfloat16(), code, power_of_two=True)
+    check_noted(w.bfloat16(), code, epsilon=1e-3)

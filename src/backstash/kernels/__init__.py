@@ -48,6 +48,7 @@ from backstash.kernels.reference.float8_block import (
 from backstash.kernels.reference.float8_mm import (
     FLOAT8_UNIT,
     Scaled,
+    float8_gathered_mm,
     float8_grouped_mm,
     float8_grouped_mm_dw,
     float8_mm,
@@ -64,6 +65,7 @@ from backstash.kernels.reference.float8_turned import (
     quantize_float8_rows_and_turned,
     quantize_float8_turned,
     quantize_float8_weight,
+    quantize_float8_weight_rows,
 )
 from backstash.kernels.reference.gathered_mm import (
     gathered_mm,
@@ -171,6 +173,7 @@ dequantize_nvfp4_tiles = by_device(dequantize_nvfp4_tiles, "nvfp4_values", FLOAT
 dequantize_scaled = by_device(dequantize_scaled, "cast", FLOAT8_GPU)
 fit_groups = by_device(fit_groups, "group_ends")
 finish_moves = by_device(finish_moves, "moves")
+float8_gathered_mm = by_device(float8_gathered_mm, "float8_matmul", FLOAT8_GPU)
 float8_grouped_mm = by_device(float8_grouped_mm, "float8_matmul", FLOAT8_GPU)
 float8_grouped_mm_dw = by_device(float8_grouped_mm_dw, "float8_matmul", FLOAT8_GPU)
 float8_mm = by_device(float8_mm, "float8_matmul", FLOAT8_GPU)
@@ -199,6 +202,7 @@ quantize_float8_rows_and_turned = by_device(
 )
 quantize_float8_turned = by_device(quantize_float8_turned, "float8_turned", FLOAT8_GPU)
 quantize_float8_weight = by_device(quantize_float8_weight, "float8_weights", FLOAT8_GPU)
+quantize_float8_weight_rows = by_device(quantize_float8_weight_rows, "float8_weights", FLOAT8_GPU)
 quantize_mx_both = by_device(quantize_mx_both, "cast", FLOAT8_GPU)
 quantize_mx_columns = by_device(quantize_mx_columns, "cast", FLOAT8_GPU)
 quantize_mx_rows = by_device(quantize_mx_rows, "cast", FLOAT8_GPU)
@@ -280,6 +284,7 @@ __all__ = [
     "draw_seed",
     "finish_moves",
     "fit_groups",
+    "float8_gathered_mm",
     "float8_grouped_mm",
     "float8_grouped_mm_dw",
     "float8_mm",
@@ -313,6 +318,7 @@ __all__ = [
     "quantize_float8_rows_and_turned",
     "quantize_float8_turned",
     "quantize_float8_weight",
+    "quantize_float8_weight_rows",
     "quantize_mx_both",
     "quantize_mx_columns",
     "quantize_mx_rows",

@@ -36,11 +36,14 @@ from backstash.kernels.float8_turned import (
 )
 from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.activation import (
-    ActivationGradients,
     check_activation,
     curve_name,
 )
-from backstash.kernels.reference.activation_float8 import ActivationCodes, Scaling
+from backstash.kernels.reference.activation_float8 import (
+    ActivationCodes,
+    Scaling,
+    backward_in_steps,
+)
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, padded_columns
 from backstash.kernels.reference.float8_turned import Turned
 from backstash.kernels.sizes import ceil_div
@@ -161,14 +164,11 @@ def activate_backward_float8(
     """The gradient of ``activate`` both ways, and the columns of the activation again."""
     check_activation(h_TF, prob_T, activation, da_TI)
     h_TF, da_TI = unit_columns(h_TF), unit_columns(da_TI)
-    dprob_T = None if prob_T is None else prob_T.new_empty(prob_T.shape)
-    given = da_TI, h_TF, prob_T, dprob_T
+    given = da_TI, h_TF, prob_T
     if not _fits(da_TI, h_TF):
-        return _by_values(given, activation, ends_G, scalings)
+        steps = activate_backward, quantize_float8_rows_and_turned, quantize_float8_turned
+        return backward_in_steps(given, activation, ends_G, scalings, steps)
     return _in_registers(given, activation, ends_G.int().contiguous(), scalings)
-
-
-_Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _fits(da_TI: Tensor, h_TF: Tensor) -> bool:
@@ -179,9 +179,13 @@ def _fits(da_TI: Tensor, h_TF: Tensor) -> bool:
 
 
 def _in_registers(
-    given: _Given, activation: str, ends_G: Tensor, scalings: tuple[Scaling, Scaling]
+    given: tuple[Tensor, Tensor, Tensor | None],
+    activation: str,
+    ends_G: Tensor,
+    scalings: tuple[Scaling, Scaling],
 ) -> ActivationCodes:
-    da_TI, h_TF, prob_T, dprob_T = given
+    da_TI, h_TF, prob_T = given
+    dprob_T = None if prob_T is None else prob_T.new_empty(prob_T.shape)
     (rows, columns), dh_columns, groups = da_TI.shape, h_TF.shape[1], len(ends_G)
     prepared = prepare(ends_G, rows, 0)
     table, blocks, padded_G, _ = prepared
@@ -227,19 +231,3 @@ def _in_registers(
         Turned(a_IP, scales.a[1], padded_G),
         dprob_T,
     )
-
-
-def _by_values(
-    given: _Given, activation: str, ends_G: Tensor, scalings: tuple[Scaling, Scaling]
-) -> ActivationCodes:
-    """One operation after the other, through memory."""
-    da_TI, h_TF, prob_T, dprob_T = given
-    a_TI = da_TI.new_empty(da_TI.shape)
-    into = ActivationGradients(h_TF.new_empty(h_TF.shape), dprob_T, a_TI)
-    activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
-    of_dh, of_a = scalings
-    dh_rows, dh_turned = quantize_float8_rows_and_turned(
-        into.dh_TF, of_dh.code_dtype, ends_G, **of_dh.options
-    )
-    a_turned = quantize_float8_turned(a_TI, of_a.code_dtype, ends_G, **of_a.options)
-    return ActivationCodes(dh_rows, dh_turned, a_turned, dprob_T)

@@ -23,13 +23,16 @@ from backstash.device import capability
 from backstash.kernels.blocks import block_count, block_table, locate_block, new_bytes
 from backstash.kernels.float8_groups import mm_columns, mm_rows
 from backstash.kernels.launches import Launcher
+from backstash.kernels.permutation import permute
 from backstash.kernels.reference.float8_mm import FLOAT8_UNIT, Scaled, padded_columns
+from backstash.kernels.reference.gathered_mm import check_source
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
 try:
+    from backstash.kernels.gathered_rows import multiply_gathered_scaled_rows
     from backstash.kernels.grouped_columns import multiply_scaled_columns
     from backstash.kernels.grouped_rows import multiply_scaled_rows
-    from backstash.kernels.warpgroups import aligned
+    from backstash.kernels.warpgroups import aligned, is_aligned, values_a_block
 
     _HAS_GLUON = True
 except (ImportError, AttributeError):  # Gluon is new in Triton and still changes its names.
@@ -183,6 +186,27 @@ def float8_grouped_mm(
     return multiply_scaled_rows(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
 
 
+def float8_gathered_mm(
+    a: Scaled,
+    b: Scaled,
+    ends_G: Tensor,
+    source_R: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Each row's token times the row's own group's ``b^T``: ``(R, C)`` in ``dtype``."""
+    check_source(source_R)
+    is_whole = 0 not in (*a.codes.shape, *b.codes.shape, len(source_R))
+    if is_whole and _is_for_hopper(a.codes) and _are_blocks(a.codes):
+        b = Scaled(aligned(b.codes), b.scale_inv)
+        rows = a, b, ends_G, source_R, dtype
+        return multiply_gathered_scaled_rows(*rows, fast_accumulation=fast_accumulation)
+    copies = permute(a.codes.view(torch.uint8), source_R).view(a.codes.dtype)
+    a = Scaled(copies, permute(a.scale_inv.unsqueeze(1), source_R).squeeze(1))
+    return float8_grouped_mm(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
+
+
 def float8_grouped_mm_dw(
     dy: Scaled, x: Scaled, padded_ends_G: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -237,6 +261,11 @@ def write_padded_ends(ends_G: Tensor, rows: int) -> Tensor:
 def _is_for_hopper(codes: Tensor) -> bool:
     """Say if the kernels for Hopper multiply groups of these codes."""
     return _HAS_GLUON and capability(codes.device)[0] == _HOPPER
+
+
+def _are_blocks(codes: Tensor) -> bool:
+    """Say if rows of these can be fetched one by one: whole blocks of them, whole units apart."""
+    return codes.shape[1] % values_a_block(codes) == 0 and is_aligned(codes)
 
 
 def _rows(operand: Scaled) -> Tensor:

@@ -1,4 +1,4 @@
-"""Float8 rows and turned columns of groups on a GPU, from two readings of the values.
+"""Float8 rows and turned (transposed) columns of groups on a GPU, from two readings of the values.
 
 The first reading finds the largest magnitudes of all rows and of all columns of each group, a
 tile at a time; the second casts a tile twice and writes it once as it lies and once turned.

@@ -162,7 +162,7 @@ def multiply_tiles(
             b_scale = load_scales(p_b_scale + group * columns + column, columns - column, BN)
         if EXACT:
             total = multiply_exactly(
-                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES
+                a_smem, b_smem, full, empty, i, steps, half, HALF, BN, BK, STAGES, BY_THREADS
             )
         else:
             total = multiply(

@@ -37,6 +37,7 @@ from backstash.kernels.tables import row_table
 from backstash.kernels.warpgroups import (
     async_load,
     give_ticket,
+    load_row_scales,
     load_scales,
     matrices,
     matrix,
@@ -129,6 +130,7 @@ def multiply_tiles(
     given,
     taken,
     p_table,
+    p_source,
     p_a_scale,
     p_b_scale,
     groups,
@@ -162,11 +164,23 @@ def multiply_tiles(
                 columns = c_desc.shape[3]
                 left = gl.where(group < groups, columns - chunk * BN, 0)
                 p_line = p_b_scale + group * columns + chunk * BN
-                a_scale = load_scales(p_a_scale + first, gl.where(group < groups, rows, 0), HALF)
+                there = gl.where(group < groups, rows, 0)
+                a_scale = load_row_scales(p_a_scale, p_source, first, there, HALF)
                 b_scale = load_scales(p_line, left, BN)
             if EXACT:
                 total = multiply_exactly(
-                    a_smem, b_smem, full, empty, i - steps, steps, half, HALF, BN, BK, STAGES
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    i - steps,
+                    steps,
+                    half,
+                    HALF,
+                    BN,
+                    BK,
+                    STAGES,
+                    BY_THREADS,
                 )
             else:
                 total = multiply(
@@ -235,14 +249,14 @@ def _rows_kernel(
                 (
                     multiply_tiles,
                     (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                     p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES,
-                     PATCH, B_ROWS, EXACT, False),
+                     None, p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK,
+                     STAGES, PATCH, B_ROWS, EXACT, False),
                 ),
                 (
                     multiply_tiles,
                     (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                     p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES,
-                     PATCH, B_ROWS, EXACT, False),
+                     None, p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK,
+                     STAGES, PATCH, B_ROWS, EXACT, False),
                 ),
                 (
                     _fetch,
@@ -259,14 +273,14 @@ def _rows_kernel(
                 (
                     multiply_tiles,
                     (c_desc, a_smem, b_smem, c_high, full, empty, tickets, given, taken, p_table,
-                     p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK, STAGES,
-                     PATCH, B_ROWS, EXACT, False),
+                     None, p_a_scale, p_b_scale, groups, inner, used, chunks, 0, HALF, BN, BK,
+                     STAGES, PATCH, B_ROWS, EXACT, False),
                 ),
                 (
                     multiply_tiles,
                     (c_desc, a_smem, b_smem, c_low, full, empty, tickets, given, taken, p_table,
-                     p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK, STAGES,
-                     PATCH, B_ROWS, EXACT, False),
+                     None, p_a_scale, p_b_scale, groups, inner, used, chunks, 1, HALF, BN, BK,
+                     STAGES, PATCH, B_ROWS, EXACT, False),
                 ),
                 (
                     _fetch,

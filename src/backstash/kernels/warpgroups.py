@@ -149,6 +149,7 @@ def multiply_exactly(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
     """The same of float8 codes along rows, with each block's sum added in float32.
 
@@ -162,6 +163,8 @@ def multiply_exactly(
     for step in range(steps):
         stage = (i + step) % STAGES
         mbarrier.wait(full.index(stage), (i + step) // STAGES & 1)
+        if BY_THREADS:
+            fence_async_shared()
         a = a_smem.index(2 * stage + half).reshape([HALF, BK])
         b = b_smem.index(stage).reshape([BN, BK])
         b_low = b.slice(0, BN // 2).permute((1, 0))
@@ -181,6 +184,18 @@ def load_scales(p_scale, left, B: gl.constexpr):
     """The first ``left`` of B scales, loaded long before they are needed."""
     i = gl.arange(0, B, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(p_scale + i, mask=i < left, other=0.0)
+
+
+@gluon.jit
+def load_row_scales(p_scale, p_source, first, left, B: gl.constexpr):
+    """The same of the rows from ``first``; with a map, those of the rows that it names."""
+    if p_source is None:
+        scale = load_scales(p_scale + first, left, B)
+    else:
+        i = gl.arange(0, B, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        source = gl.load(p_source + first + i, mask=i < left, other=0)
+        scale = gl.load(p_scale + source, mask=i < left, other=0.0)
+    return scale
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ from backstash.errors import ConfigError
 from backstash.moe.router import Routing
 from backstash.nn import RowMap
 from backstash.nn.group_ends import AddedUp
+from backstash.nn.options import check_numbers
 from backstash.opaque import opaque
 from backstash.saving import (
     differentiable_once,
@@ -125,14 +126,12 @@ class Local:
 
     def __post_init__(self) -> None:
         factor, keep = self.capacity_factor, self.keep_experts
-        if factor is not None and not _is_positive(factor):
-            raise ConfigError(
-                f"capacity_factor must be a finite number above 0, got {factor!r}; 1 has room "
-                "for the rows of an even load, None for all there can be"
-            )
+        if factor is not None:
+            remedy = "1 has room for the rows of an even load, None for all there can be"
+            check_numbers(above=0, remedy=remedy, capacity_factor=factor)
         if keep is None:
             return
-        if not _are_numbers(keep):
+        if not _are_expert_numbers(keep):
             raise ConfigError(
                 f"keep_experts must be different numbers of experts, at least one, got {keep!r}; "
                 "pass for instance range(0, 8), or None to keep all"
@@ -203,12 +202,7 @@ def combine_rows(y_RH: Tensor, rows: RowMap, valid: Tensor | None = None) -> Ten
     return _Combine.apply(y_RH, rows.source_R, rows.slots_TK, valid)
 
 
-def _is_positive(factor: Any) -> bool:
-    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    return is_number and math.isfinite(factor) and factor > 0
-
-
-def _are_numbers(keep: Any) -> bool:
+def _are_expert_numbers(keep: Any) -> bool:
     if not isinstance(keep, Sequence) or isinstance(keep, str) or len(keep) == 0:
         return False
     return all(type(e) is int and e >= 0 for e in keep) and len(set(keep)) == len(keep)

@@ -134,13 +134,21 @@ class MoE(nn.Module):
             ShapeError, DtypeError, DeviceError: ``x`` does not fit the experts' weights.
         """
         # Before the router counts: a call that is refused must change nothing.
-        self.experts.compute_dtype(x, self.hidden_size, self.experts.fc1_weight)
+        dtype = self.experts.compute_dtype(x, self.hidden_size, self.experts.fc1_weight)
+        begun = self.experts.begin(dtype)
         x_TH = x.reshape(x.numel() // self.hidden_size, self.hidden_size)
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
         self._latest.overflow = sent.overflow
         is_gathered = sent.rows is not None
-        y = self.experts(sent.x, sent.splits_E, sent.prob_R, rows=sent.rows, combined=is_gathered)
+        y = self.experts(
+            sent.x,
+            sent.splits_E,
+            sent.prob_R,
+            rows=sent.rows,
+            combined=is_gathered,
+            begun=begun,
+        )
         y_TH = self.dispatcher.combine(y, sent)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH, [x_TH.shape[0]])

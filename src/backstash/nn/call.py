@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from backstash import kernels
@@ -26,6 +26,16 @@ from backstash.recipes import DelayedScaling, Gradient, Operand, Phase, Recipe, 
 from backstash.tensors import GroupedTensor, QuantizedTensor
 
 Kept = Tensor | QuantizedTensor | GroupedTensor
+
+
+class CastWeight(NamedTuple):
+    """A weight as forward multiplies it, and what was noted of it for backward.
+
+    ``amax_GK`` is the largest magnitude of each column of each group; None where nobody noted it.
+    """
+
+    rows: Tensor
+    amax_GK: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +83,33 @@ class Call:
             return Gathered(x, source_R)
         if not format.along(Usage.ROWWISE).has_lone_rows:
             return self.rows(operand, kernels.permute(x, source_R), ends_G)
-        read = self._quantize(operand, format, x, Usage.ROWWISE, None)
-        buffers = {name: kernels.permute(held, source_R) for name, held in read.buffers.items()}
-        shape = torch.Size((len(source_R), x.shape[1]))
-        return read.like(buffers, shape=shape, ends_G=ends_G)
+        return Gathered(self._quantize(operand, format, x, Usage.ROWWISE, None), source_R)
+
+    def noted_weight(self, full_GNK: Tensor) -> CastWeight | None:
+        """The rows of G weights, whose columns' largest magnitudes are noted on the way.
+
+        None where backward does not ask for these.
+        """
+        format = self.format(Operand.WEIGHT, Phase.FORWARD)
+        backward = self.format(Operand.WEIGHT, Phase.BACKWARD).along(Usage.COLUMNWISE)
+        if not isinstance(format, Float8Rowwise) or not isinstance(backward, Float8Rowwise):
+            return None
+        if full_GNK.ndim != 3 or self._column_usage is not Usage.COLUMNWISE:
+            return None
+        codes, scale_inv, amax_GK = kernels.quantize_float8_weight_rows(
+            full_GNK.detach(),
+            format.code.dtype,
+            epsilon=format.epsilon,
+            power_of_two=format.power_of_two,
+        )
+        rows = QuantizedTensor(
+            {"row_codes": codes, "row_scale_inv": scale_inv},
+            format=format,
+            usage=Usage.ROWWISE,
+            shape=full_GNK.shape,
+            dtype=full_GNK.dtype,
+        )
+        return CastWeight(rows, amax_GK)
 
     def columns(
         self, operand: Operand, x: Tensor | Columns, ends_G: Tensor | None = None

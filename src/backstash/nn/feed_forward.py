@@ -27,10 +27,10 @@ from backstash.errors import ConfigError
 from backstash.formats import Float8Rowwise, Usage
 from backstash.kernels import PagedRows
 from backstash.nn.activated import BothWays, activated_rows, gradient_codes
-from backstash.nn.call import Kept
+from backstash.nn.call import CastWeight, Kept
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
-from backstash.nn.projection import Needs, Projection
+from backstash.nn.projection import Groups, Needs, Projection
 from backstash.recipes import Operand, Phase
 
 Value = TypeVar("Value")
@@ -69,6 +69,28 @@ class Rows(NamedTuple):
     prob_T: Any
     ends_G: Tensor | None
     slots_TK: Tensor | None = None
+
+
+class Noted(NamedTuple):
+    """Of each weight the largest magnitudes of its columns, if forward has noted them."""
+
+    fc1: Tensor | None = None
+    fc2: Tensor | None = None
+
+
+class Ahead(NamedTuple):
+    """Both weights as forward multiplies them, cast before the rows were known."""
+
+    fc1: Once[CastWeight]
+    fc2: Once[CastWeight]
+
+
+class Output(NamedTuple):
+    """What forward gives: the output, and what backward needs of the middle and the weights."""
+
+    y_TH: Tensor
+    h: Kept | None
+    noted: Noted
 
 
 class _Middle(NamedTuple):
@@ -112,40 +134,83 @@ class FeedForward:
     fc2: Projection
     activation: str
 
+    def cast(self, weights: Weights, *, is_noted: bool) -> Ahead | None:
+        """Cast both weights, which takes nothing of the rows; None where the recipe casts neither.
+
+        ``is_noted`` where backward will follow.
+        """
+        both = (self.fc1, weights.fc1_weight), (self.fc2, weights.fc2_weight)
+        if not all(projection.casts(weight) for projection, weight in both):
+            return None
+        with torch.no_grad():
+            return Ahead(
+                *(
+                    Once(projection.cast(weight, (weight.shape[-1], 3), is_noted=is_noted))
+                    for projection, weight in both
+                )
+            )
+
     def forward(
-        self, x_rows: Once[Tensor | Gathered], weights: Weights, rows: Rows, wanted: Wanted
-    ) -> tuple[Tensor, Kept | None]:
-        """Give the output and ``h`` to save; ``x_rows`` is as the first matmul reads it."""
-        h_TF = self.fc1.forward(x_rows.take(), weights.fc1_weight, weights.fc1_bias, rows.ends_G)
+        self,
+        x_rows: Once[Tensor | Gathered],
+        weights: Weights,
+        rows: Rows,
+        wanted: Wanted,
+        ahead: Ahead | None = None,
+    ) -> Output:
+        """Give the output and what to save; ``x_rows`` is as the first matmul reads it."""
+        first, second = (None, None) if ahead is None else ahead
+        fc1 = self.fc1, weights.fc1_weight, weights.fc1_bias
+        h_TF, fc1_amax = _product(fc1, x_rows, rows.ends_G, first, is_noted=wanted.x)
+        y_TH, fc2_amax = self._output(h_TF, weights, rows, second, is_noted=wanted.h)
+        noted = Noted(fc1_amax, fc2_amax)
+        if not wanted.fc2.matmul:
+            return Output(y_TH, None, noted)
+        return Output(y_TH, self.fc1.call.keep_preactivation(h_TF, rows.ends_G), noted)
+
+    def _output(
+        self,
+        h_TF: Tensor,
+        weights: Weights,
+        rows: Rows,
+        ahead: Once[CastWeight] | None = None,
+        *,
+        is_noted: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the activation and the second matmul make of ``h``, and what its weight notes."""
         a_rows = activated_rows(self.fc2.call, h_TF, rows.prob_T, self.activation, rows.ends_G)
         fc2_bias = weights.fc2_bias if rows.prob_T is None else None
-        y_TH = self.fc2.forward(a_rows, weights.fc2_weight, fc2_bias, rows.ends_G)
+        fc2 = self.fc2, weights.fc2_weight, fc2_bias
+        a_rows = Once(a_rows)
+        y_TH, amax_GK = _product(fc2, a_rows, rows.ends_G, ahead, is_noted=is_noted)
         if weights.fc2_bias is not None and rows.prob_T is not None:
             bias_TH = _bias_rows(y_TH, weights.fc2_bias, rows)
             y_TH = y_TH + (bias_TH * _valid(rows.prob_T, rows).unsqueeze(1)).to(y_TH.dtype)
-        if not wanted.fc2.matmul:
-            return y_TH, None
-        return y_TH, self.fc1.call.keep_preactivation(h_TF, rows.ends_G)
+        return y_TH, amax_GK
 
     def backward(
         self,
         dy_TH: Tensor | Gathered,
         kept_h: Once[Any],
         read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
-        parameters: tuple[Weights, Rows],
+        parameters: tuple[Weights, Rows, Noted],
         wanted: Wanted,
     ) -> tuple[Tensor | None, Tensor | None, Weights]:
         """Give the gradients of the rows, of the routing weights and of the parameters.
 
         With ``rows.slots_TK`` that of the rows is added up over each token's.
         """
-        weights, rows = parameters
+        weights, rows, noted = parameters
         if weights.fc2_bias is not None or wanted.weights.fc2_bias:
             dy_TH = matrix(dy_TH)
         needs = wanted.fc2._replace(bias=False)
         full = self.fc2.backward_weight(weights.fc2_weight, needs)
         dy = self.fc2.gradient_operands(dy_TH, full, needs, rows.ends_G)
-        middle = self._through_activation(dy, full, kept_h, rows, wanted)
+        read_w = None
+        if full is not None:
+            read_w = functools.partial(self.fc2.weight_columns, full, noted.fc2)
+        middle = self._through_activation(dy, read_w, kept_h, rows, wanted)
+        del read_w
         dy_columns = dy[1]
         del dy, full
         dh_TF, dprob_T, a_TI = middle
@@ -156,18 +221,17 @@ class FeedForward:
             dfc2_weight = self.fc2.deliver(weights.fc2_weight, dy_columns, read_a, rows.ends_G)
             del read_a
         del a_TI, dy_columns
-        dfc2_bias, dprob_T = self._bias_gradients(dy_TH, dprob_T, parameters, wanted)
+        dfc2_bias, dprob_T = self._bias_gradients(dy_TH, dprob_T, (weights, rows), wanted)
         if dh_TF is None:
             return None, None, Weights(None, None, dfc2_weight, dfc2_bias)
-        fc1 = self.fc1.backward(
-            dh_TF, weights.fc1_weight, read_x, wanted.fc1, rows.ends_G, rows.slots_TK
-        )
+        groups = Groups(rows.ends_G, rows.slots_TK, noted.fc1)
+        fc1 = self.fc1.backward(dh_TF, weights.fc1_weight, read_x, wanted.fc1, groups)
         return fc1.x, dprob_T, Weights(fc1.weight, fc1.bias, dfc2_weight, dfc2_bias)
 
     def _through_activation(
         self,
         dy: tuple[Tensor | Gathered | None, Tensor | Columns | Gathered | None],
-        full: Tensor | None,
+        read_w: Callable[[], Tensor | Columns] | None,
         kept_h: Once[Any],
         rows: Rows,
         wanted: Wanted,
@@ -177,9 +241,9 @@ class FeedForward:
             return _Middle(None, None, None)
         dy_rows, dy_columns = dy
         h_TF, prob_T = self.fc1.call.kept_values(kept_h.take()), rows.prob_T
-        if dy_rows is None or full is None:
+        if dy_rows is None or read_w is None:
             return _Middle(None, None, kernels.activate(h_TF, prob_T, self.activation, rows.ends_G))
-        da_TI = self.fc2.input_gradient(dy_rows, self.fc2.weight_columns(full), rows.ends_G)
+        da_TI = self.fc2.input_gradient(dy_rows, read_w(), rows.ends_G)
         formats = self._formats_of_codes(h_TF, dy_columns, rows, wanted)
         if formats is not None and rows.ends_G is not None:
             given = da_TI, h_TF, prob_T, self.activation, rows.ends_G
@@ -239,6 +303,26 @@ class FeedForward:
             dprob_T = dprob_T + (dy * bias_TH).sum(1).to(dprob_T.dtype)
             dprob_T = _valid(dprob_T, rows)
         return dbias, dprob_T
+
+
+def _product(
+    matmul: tuple[Projection, Tensor, Tensor | None],
+    x_rows: Once[Tensor | Gathered],
+    ends_G: Tensor | None,
+    ahead: Once[CastWeight] | None,
+    *,
+    is_noted: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Multiply by a weight, cast here or before, and give what was noted of its columns."""
+    projection, weight, bias = matmul
+    x = x_rows.take()
+    if ahead is not None:
+        cast = ahead.take()
+    else:
+        dims = 2 if ends_G is None else 3
+        cast = projection.cast(weight, (x.shape[-1], dims), is_noted=is_noted)
+    y = projection.multiply(x, cast.rows, bias, ends_G)
+    return y, cast.amax_GK if is_noted else None
 
 
 def checked_activation(activation: str) -> str:

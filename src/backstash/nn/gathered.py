@@ -19,6 +19,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.kernels import PagedRows
+from backstash.tensors import QuantizedTensor
 
 # The most bytes of rows that are there at a time; each piece reads the other operand again.
 _PIECE_BYTES = 2**29
@@ -28,7 +29,10 @@ _UNIT = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gathered:
-    """The matrix whose row ``r`` is ``values_TH[source_R[r]]``, in plain values."""
+    """The matrix whose row ``r`` is ``values_TH[source_R[r]]``.
+
+    Plain values, or codes of rows with a scale for each.
+    """
 
     values_TH: Tensor
     source_R: Tensor
@@ -45,7 +49,11 @@ class Gathered:
 
     def matrix(self) -> Tensor:
         """All of it."""
-        return kernels.permute(self.values_TH, self.source_R)
+        tokens, source_R = self.values_TH, self.source_R
+        if not isinstance(tokens, QuantizedTensor):
+            return kernels.permute(tokens, source_R)
+        buffers = {name: kernels.permute(held, source_R) for name, held in tokens.buffers.items()}
+        return tokens.like(buffers, shape=self.shape)
 
 
 def matrix(x: Tensor | Gathered) -> Tensor:

@@ -30,7 +30,7 @@ from backstash.nn.layer import (
 )
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
-from backstash.nn.projection import Needs, Projection
+from backstash.nn.projection import Groups, Needs, Projection
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
 from backstash.saving import differentiable_once, save_for_backward, saved_values
@@ -92,7 +92,7 @@ class _GroupedLinear(torch.autograd.Function):
 
         needs = Needs(*ctx.needs_input_grad[:3])
         with kernels.sharing_tables(ends_G, row_products=1, column_products=1):
-            grads = plan.projection.backward(as_rows(dy), weight, read_x, needs, ends_G)
+            grads = plan.projection.backward(as_rows(dy), weight, read_x, needs, Groups(ends_G))
         dx = None if grads.x is None else grads.x.view(*dy.shape[:-1], grads.x.shape[1])
         return dx, grads.weight, grads.bias, None, None, None
 

@@ -23,7 +23,9 @@ from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.kernels import PagedRows
 from backstash.nn.experts import draw_experts, join_experts, split_experts
 from backstash.nn.feed_forward import (
+    Ahead,
     FeedForward,
+    Noted,
     Once,
     Rows,
     Wanted,
@@ -89,6 +91,13 @@ class Plan:
         return fits
 
 
+class Begun(NamedTuple):
+    """What of a forward needs no rows: the matmuls under the recipe in force, and cast weights."""
+
+    feed_forward: FeedForward
+    ahead: Ahead | None
+
+
 class Placement(NamedTuple):
     """Where the rows are: their groups' ends and, if they are gathered inside, the map."""
 
@@ -101,7 +110,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(ctx: Any, x: Tensor, prob_R: Tensor | None, *parameters_and_plan: Any) -> Tensor:
-        *parameters, ends_G, source_R, slots_TK, plan = parameters_and_plan
+        *parameters, ends_G, source_R, slots_TK, plan, ahead = parameters_and_plan
         weights = Weights(*parameters)
         wanted = plan.wanted(ctx.needs_input_grad)
         fc1 = plan.feed_forward.fc1
@@ -114,7 +123,8 @@ class _GroupedMLP(torch.autograd.Function):
         else:
             x_rows = Once(fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G))
         with kernels.sharing_tables(ends_G, row_products=2):
-            y_RH, h = plan.feed_forward.forward(x_rows, weights, Rows(prob_R, ends_G), wanted)
+            rows = Rows(prob_R, ends_G)
+            y_RH, h, noted = plan.feed_forward.forward(x_rows, weights, rows, wanted, ahead)
         if plan.keep is not Keep.NOTHING:
             # Only dx and further gathers read the map; only dh and the activation the rest.
             gathers = reads_x or plan.is_combined
@@ -131,6 +141,7 @@ class _GroupedMLP(torch.autograd.Function):
                 weights.fc1_weight,
                 weights.fc2_weight,
                 weights.fc2_bias if prob_R is not None else None,
+                *noted,
                 *placement,
             )
         ctx.plan = plan
@@ -145,10 +156,12 @@ class _GroupedMLP(torch.autograd.Function):
         plan = ctx.plan
         wanted = plan.wanted(ctx.needs_input_grad)
         values, is_last = taken_values(ctx, plan.in_place(wanted))
-        kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *placed = values
+        kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *noted_and_placed = values
         del values
         h = Once(h, is_alone=is_last and not plan.is_hooked)
-        ends_G, source_R, slots_TK = Placement(*placed)
+        noted, placed = Noted(*noted_and_placed[:2]), Placement(*noted_and_placed[2:])
+        del noted_and_placed
+        ends_G, source_R, slots_TK = placed
         fc1 = plan.feed_forward.fc1
         dy_RH = as_rows(dy)
         if plan.is_combined and source_R is not None:
@@ -159,14 +172,20 @@ class _GroupedMLP(torch.autograd.Function):
                 return fc1.call.kept_operand(kept)
             return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
 
-        parameters = Weights(fc1_weight, None, fc2_weight, fc2_bias), Rows(prob_R, ends_G, slots_TK)
+        weights = Weights(fc1_weight, None, fc2_weight, fc2_bias)
+        parameters = weights, Rows(prob_R, ends_G, slots_TK), noted
         # Gradients of tokens are made in two or three pieces.
         with kernels.sharing_tables(ends_G, row_products=3, column_products=2):
             gradients = plan.feed_forward.backward(dy_RH, h, read_x, parameters, wanted)
         dx, dprob_R, dweights = gradients
         if dx is not None and (slots_TK is None or plan.is_combined):
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
-        return dx, dprob_R if ctx.needs_input_grad[1] else None, *dweights, None, None, None, None
+        dprob_R = dprob_R if ctx.needs_input_grad[1] else None
+        return dx, dprob_R, *dweights, *(None,) * _NO_PARAMETERS
+
+
+# The placement, the plan and what was cast ahead: arguments of the function without a gradient.
+_NO_PARAMETERS = 5
 
 
 class GroupedMLP(Layer):
@@ -234,6 +253,17 @@ class GroupedMLP(Layer):
         """The state as ``fc1_weight0`` and so on: views, for software that wants those."""
         return split_experts(self)
 
+    def begin(self, dtype: torch.dtype) -> Begun:
+        """Begin a forward in ``dtype`` before its rows are known: cast the weights.
+
+        A GPU has something to do then while the host finds out about the rows.  The next
+        :meth:`forward` takes what this gives, once.
+        """
+        begun = self._begin(dtype)
+        weights = Weights(self.fc1_weight, None, self.fc2_weight, None)
+        is_noted = self.keep(begun.feed_forward.fc1.call) is not Keep.NOTHING
+        return begun._replace(ahead=begun.feed_forward.cast(weights, is_noted=is_noted))
+
     @uncompiled
     def forward(
         self,
@@ -243,6 +273,7 @@ class GroupedMLP(Layer):
         *,
         rows: RowMap | None = None,
         combined: bool = False,
+        begun: Begun | None = None,
     ) -> Tensor:
         """Run each expert on its group of rows.
 
@@ -252,6 +283,7 @@ class GroupedMLP(Layer):
             probs: One weight for each row, multiplied onto the expert's output.
             rows: Which token each row copies; the rows are gathered inside.
             combined: Add up the outputs of each token's rows, as ``kernels.unpermute`` does.
+            begun: What :meth:`begin` gave for this call.
 
         Returns:
             ``(*, H)``; with ``rows``, ``(R, H)`` sorted by expert, unless they are ``combined``.
@@ -277,11 +309,7 @@ class GroupedMLP(Layer):
         if probs is not None:
             _check_probs(probs, count, x.device)
         ends_G = group_ends(m_splits, self.num_gemms, count, x.device)
-        feed_forward = FeedForward(
-            self.projection(self.fc1_weight, dtype, "fc1"),
-            self.projection(self.fc2_weight, dtype, "fc2"),
-            self.activation,
-        )
+        feed_forward, ahead = self._begin(dtype) if begun is None else begun
         return _GroupedMLP.apply(
             x.to(dtype),
             probs,
@@ -293,7 +321,16 @@ class GroupedMLP(Layer):
             None if rows is None else rows.source_R,
             None if rows is None else rows.slots_TK,
             self._plan(feed_forward, rows, is_combined=combined),
+            ahead,
         )
+
+    def _begin(self, dtype: torch.dtype) -> Begun:
+        feed_forward = FeedForward(
+            self.projection(self.fc1_weight, dtype, "fc1"),
+            self.projection(self.fc2_weight, dtype, "fc2"),
+            self.activation,
+        )
+        return Begun(feed_forward, None)
 
     def _plan(self, feed_forward: FeedForward, rows: RowMap | None, *, is_combined: bool) -> Plan:
         return Plan(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backstash.nn.feed_forward import (
     FeedForward,
+    Noted,
     Once,
     Rows,
     Wanted,
@@ -67,7 +68,7 @@ class _LayerNormMLP(torch.autograd.Function):
         x_rows = Once(fc1.call.rows(Operand.INPUT, normalized_TH.to(fc1.dtype)))
         del normalized_TH
         weights = Weights(*weights)
-        y_TH, h = plan.feed_forward.forward(x_rows, weights, Rows(None, None), wanted)
+        y_TH, h, _ = plan.feed_forward.forward(x_rows, weights, Rows(None, None), wanted)
         if plan.keep is not Keep.NOTHING:
             norm = (x, statistics.mean, statistics.rstd, norm_weight, norm_bias)
             norm = norm if wanted.x or wanted.weights.fc1_weight else (None,) * len(norm)
@@ -95,7 +96,7 @@ class _LayerNormMLP(torch.autograd.Function):
             as_rows(dy),
             h,
             read_x,
-            (Weights(fc1_weight, None, fc2_weight, None), Rows(None, None)),
+            (Weights(fc1_weight, None, fc2_weight, None), Rows(None, None), Noted()),
             plan.wanted(ctx.needs_input_grad),
         )
         if dnormalized_TH is None:

@@ -50,6 +50,7 @@ class Columns:
         shape: What the matrix is to the product: ``(T, K)``, or ``(G, N, K)`` of a weight.
         source_T: Which row of ``values`` each row of the matrix is; None if it is its own.
         ready: The turned columns, where they were made together with the rows.
+        amax_GK: Of a weight, the largest magnitude of each column, if forward has noted them.
     """
 
     values: Tensor | None
@@ -58,6 +59,7 @@ class Columns:
     shape: torch.Size
     source_T: Tensor | None = None
     ready: Turned | None = None
+    amax_GK: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +106,7 @@ class Columns:
         codes, scale_inv = kernels.quantize_float8_weight(
             self.values.view(self.shape),
             self.format.code.dtype,
+            self.amax_GK,
             epsilon=self.format.epsilon,
             power_of_two=self.format.power_of_two,
         )

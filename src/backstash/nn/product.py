@@ -37,8 +37,9 @@ from backstash.formats import (
     NVFP4Format,
     Usage,
 )
-from backstash.kernels import FLOAT8_UNIT
+from backstash.kernels import FLOAT8_UNIT, Scaled
 from backstash.nn import operands
+from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
 from backstash.recipes import Operand, Phase, Recipe, Role
 from backstash.recipes.products import Product
@@ -169,7 +170,7 @@ _ANY_SIZES, _ANY_GROUPS = (4096, 4096, 4096), 8
 
 
 def output(
-    x: Tensor,
+    x: Tensor | Gathered,
     w: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -184,6 +185,11 @@ def output(
     """
     sizes = x.shape[0], x.shape[1], w.shape[-2]
     path = _path(Product.OUTPUT, (x, w), sizes, dtype, ends_G, decode_in_matmul=decode_in_matmul)
+    if path is Path.FLOAT8 and ends_G is not None:
+        weight = operands.grouped_weight(w, Usage.ROWWISE)
+        y_TN = _rows_of_groups(x, weight, ends_G, dtype, fast_accumulation=True)
+        return y_TN if bias is None else kernels.add_group_bias(y_TN, bias, ends_G)
+    x = matrix(x)
     if path is Path.BLOCKS:
         both = operands.blocks(x, Usage.ROWWISE), operands.blocks(w, Usage.ROWWISE)
         y_TN = kernels.quantized_mm(*both, ends_G, dtype)
@@ -192,20 +198,17 @@ def output(
             return F.linear(values(x, dtype), values(w, dtype), bias)
         rows = operands.scaled(x, Usage.ROWWISE), operands.scaled(w, Usage.ROWWISE)
         return kernels.float8_mm(*rows, bias, dtype, fast_accumulation=True)
-    elif path is Path.VALUES:
+    else:
         x, w = values(x, dtype), values(w, dtype)
         with kernels.carrying(announce_product()):
             y_TN = kernels.grouped_mm(x, w, ends_G)
-    else:
-        rows = operands.grouped_rows(x, ends_G), operands.grouped_weight(w, Usage.ROWWISE)
-        y_TN = kernels.float8_grouped_mm(*rows, ends_G, dtype, fast_accumulation=True)
     if bias is None:
         return y_TN
     return y_TN + bias if ends_G is None else kernels.add_group_bias(y_TN, bias, ends_G)
 
 
 def input_gradient(
-    dy: Tensor,
+    dy: Tensor | Gathered,
     w: Tensor | Columns,
     dtype: torch.dtype,
     ends_G: Tensor | None,
@@ -217,6 +220,9 @@ def input_gradient(
     path = _path(
         Product.INPUT_GRADIENT, (dy, w), sizes, dtype, ends_G, decode_in_matmul=decode_in_matmul
     )
+    if path is Path.FLOAT8 and ends_G is not None:
+        return _rows_of_groups(dy, operands.grouped_weight(w, Usage.COLUMNWISE), ends_G, dtype)
+    dy = matrix(dy)
     if path is Path.VALUES:
         dy, w = values(dy, dtype), values(w, dtype)
         if ends_G is None:
@@ -226,11 +232,26 @@ def input_gradient(
     if path is Path.BLOCKS:
         both = operands.blocks(dy, Usage.ROWWISE), operands.blocks(w, Usage.COLUMNWISE)
         return kernels.quantized_mm_dx(*both, ends_G, dtype)
-    if ends_G is None:
-        rows, columns = operands.scaled(dy, Usage.ROWWISE), operands.turned(w)
-        return kernels.float8_mm(rows, columns, None, dtype)
-    weight = operands.grouped_weight(w, Usage.COLUMNWISE)
-    return kernels.float8_grouped_mm(operands.grouped_rows(dy, ends_G), weight, ends_G, dtype)
+    rows, columns = operands.scaled(dy, Usage.ROWWISE), operands.turned(w)
+    return kernels.float8_mm(rows, columns, None, dtype)
+
+
+def _rows_of_groups(
+    x: Tensor | Gathered,
+    weight: Scaled,
+    ends_G: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Codes of rows times their group's weight; those that are copies are read at their tokens."""
+    options = {"fast_accumulation": fast_accumulation}
+    if not isinstance(x, Gathered):
+        rows = operands.grouped_rows(x, ends_G)
+        return kernels.float8_grouped_mm(rows, weight, ends_G, dtype, **options)
+    codes, scale_inv = operands.scaled(x.values_TH, Usage.ROWWISE)
+    tokens = Scaled(codes, scale_inv.flatten())
+    return kernels.float8_gathered_mm(tokens, weight, ends_G, x.source_R, dtype, **options)
 
 
 def weight_gradient(
@@ -294,18 +315,19 @@ def values(operand: Tensor | Columns, dtype: torch.dtype) -> Tensor:
 
 def _path(
     product: Product,
-    both: tuple[Tensor | Columns, Tensor | Columns],
+    both: tuple[Tensor | Columns | Gathered, Tensor | Columns],
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     ends_G: Tensor | None,
     *,
     decode_in_matmul: bool,
 ) -> Path:
-    if not any(isinstance(operand, QuantizedTensor | Columns) for operand in both):
+    held = [one.values_TH if isinstance(one, Gathered) else one for one in both]
+    if not any(isinstance(operand, QuantizedTensor | Columns) for operand in held):
         return Path.VALUES  # nothing to choose, and the table takes longer to ask than to launch
     one, other = (
         _format_along(operand, usage)
-        for operand, (_, usage) in zip(both, product.value, strict=True)
+        for operand, (_, usage) in zip(held, product.value, strict=True)
     )
     return choose(
         Matmul(
@@ -314,7 +336,7 @@ def _path(
             sizes=sizes,
             groups=None if ends_G is None else ends_G.shape[0],
             dtype=dtype,
-            capability=_capability(both[0].device),
+            capability=_capability(held[0].device),
             cuda=_CUDA,
             decode_in_matmul=decode_in_matmul,
         )

@@ -32,18 +32,33 @@ from backstash.formats import Float8Rowwise, HighPrecisionFormat
 from backstash.kernels import PagedRows
 from backstash.nn import gathered, product
 from backstash.nn.activated import BothWays
-from backstash.nn.call import Call
+from backstash.nn.call import Call, CastWeight
 from backstash.nn.gathered import Gathered, matrix
 from backstash.nn.operands import Columns
 from backstash.nn.weight_grad import WeightGradient
 from backstash.recipes import Operand, Phase
 from backstash.tensors import QuantizedTensor, equal_groups
 from backstash.weights.protocol import (
+    is_distributed_weight,
     materialize_weight_for_backward,
     materialize_weight_for_forward,
 )
 
 Read = TypeVar("Read", Tensor, Tensor | Columns)
+
+
+class Groups(NamedTuple):
+    """What backward of a projection knows of the groups beside its operands.
+
+    Attributes:
+        ends_G: The ends of the groups of rows; None for one weight.
+        slots_TK: The rows of each token, if the gradient of ``x`` is wanted added up over them.
+        amax_GK: The largest magnitudes of the weight's columns, if forward has noted them.
+    """
+
+    ends_G: Tensor | None = None
+    slots_TK: Tensor | None = None
+    amax_GK: Tensor | None = None
 
 
 class Needs(NamedTuple):
@@ -84,15 +99,45 @@ class Projection:
         ends_G: Tensor | None = None,
     ) -> Tensor:
         """Multiply an input that is already as the matmul reads it (``call.input_pair``)."""
+        cast = self.cast(weight, (x_rows.shape[-1], 2 if ends_G is None else 3))
+        return self.multiply(x_rows, cast.rows, bias, ends_G)
+
+    def cast(
+        self, weight: Tensor, wanted: tuple[int, int], *, is_noted: bool = False
+    ) -> CastWeight:
+        """The weight as forward's matmul reads it; with notes, if they are wanted and help.
+
+        ``wanted`` are how many input features and dimensions it must have.
+        """
         full = materialize_weight_for_forward(weight)[0]
-        _check_full(full, (x_rows.shape[-1], 2 if ends_G is None else 3), weight)
-        w_rows = self._weight(self.call.rows, full, Phase.FORWARD)
+        _check_full(full, wanted, weight)
+        if is_noted and not isinstance(full, QuantizedTensor):
+            full = full if full.dtype == self.dtype else full.to(self.dtype)
+            if (cast := self.call.noted_weight(full)) is not None:
+                return cast
+        return CastWeight(self._weight(self.call.rows, full, Phase.FORWARD))
+
+    def casts(self, weight: Tensor) -> bool:
+        """Whether forward casts a weight that is all here, in plain values."""
+        if isinstance(weight, QuantizedTensor) or is_distributed_weight(weight):
+            return False
+        format = self.call.format(Operand.WEIGHT, Phase.FORWARD)
+        return not isinstance(format, HighPrecisionFormat)
+
+    def multiply(
+        self,
+        x_rows: Tensor | Gathered,
+        w_rows: Tensor,
+        bias: Tensor | None,
+        ends_G: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply an input and a weight that are both as the matmul reads them."""
         bias = None if bias is None else bias.to(self.dtype)
         if isinstance(x_rows, Gathered) and ends_G is not None and _are_plain(self.dtype, w_rows):
             y_TN = kernels.gathered_mm(x_rows.values_TH, w_rows, ends_G, x_rows.source_R)
             return y_TN if bias is None else kernels.add_group_bias(y_TN, bias, ends_G)
         return product.output(
-            matrix(x_rows),
+            x_rows,
             w_rows,
             bias,
             self.dtype,
@@ -106,15 +151,14 @@ class Projection:
         weight: Tensor,
         read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
         needs: Needs,
-        ends_G: Tensor | None = None,
-        slots_TK: Tensor | None = None,
+        groups: Groups = Groups(),  # noqa: B008  # nothing can write it
     ) -> Gradients:
         """Give the gradients that ``needs`` names.
 
         ``read_x`` gives the columns of ``x`` when the weight gradient is computed, which may
-        be long after this call.  With ``slots_TK`` the gradient of ``x`` is that of each row's
-        token, added up over the token's rows.
+        be long after this call.
         """
+        ends_G, slots_TK, amax_GK = groups
         full = self.backward_weight(weight, needs)
         dy_rows, dy_columns = self.gradient_operands(dy_TN, full, needs, ends_G)
         dbias = None
@@ -122,7 +166,7 @@ class Projection:
             dbias = self.bias_gradient(dy_TN, ends_G)
         dx = None
         if dy_rows is not None and full is not None:
-            w_columns = self.weight_columns(full)
+            w_columns = self.weight_columns(full, amax_GK)
             if slots_TK is not None and ends_G is not None:
                 dx = self._token_gradient(matrix(dy_rows), w_columns, ends_G, slots_TK)
             else:
@@ -136,9 +180,12 @@ class Projection:
         """The full weight, if the input gradient is wanted, which reads it."""
         return materialize_weight_for_backward(weight)[0] if needs.x else None
 
-    def weight_columns(self, full: Tensor) -> Tensor | Columns:
-        """The weight as the input gradient reads it."""
-        return self._weight(self.call.columns, full, Phase.BACKWARD)
+    def weight_columns(self, full: Tensor, amax_GK: Tensor | None = None) -> Tensor | Columns:
+        """The weight as the input gradient reads it; ``amax_GK`` is what forward noted of it."""
+        columns = self._weight(self.call.columns, full, Phase.BACKWARD)
+        if amax_GK is None or not isinstance(columns, Columns):
+            return columns
+        return dataclasses.replace(columns, amax_GK=amax_GK)
 
     def input_gradient(
         self, dy_rows: Tensor | Gathered, w_columns: Tensor | Columns, ends_G: Tensor | None
@@ -150,7 +197,7 @@ class Projection:
                 values_TN, source_R = dy_rows.values_TH, dy_rows.source_R
                 return kernels.gathered_mm_dx(values_TN, w_columns, ends_G, source_R)
         return product.input_gradient(
-            matrix(dy_rows), w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
+            dy_rows, w_columns, self.dtype, ends_G, decode_in_matmul=self._decode_in_matmul
         )
 
     def _token_gradient(
@@ -259,11 +306,12 @@ class Projection:
 
 def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered | PagedRows) -> bool:
     """Whether these are values of the layer's dtype, and no codes."""
-    return all(type(one) in _PLAIN and one.dtype == dtype for one in operands)
+    held = (one.values_TH if isinstance(one, Gathered) else one for one in operands)
+    return all(type(one) in _PLAIN and one.dtype == dtype for one in held)
 
 
 # No subclass: what it multiplies is its own.
-_PLAIN = frozenset((Tensor, Parameter, Gathered, PagedRows))
+_PLAIN = frozenset((Tensor, Parameter, PagedRows))
 
 
 def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:

@@ -11,6 +11,7 @@ gated, else F = I), G groups, P columns with padding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,14 +87,30 @@ def activate_backward_float8(
     ``scalings`` are those of the gradient and of the activation.  Codes and scales of rows in
     the tail may be anything; their routing weights' gradients are zeros.
     """
-    of_dh, of_a = scalings
+    given = da_TI, h_TF, prob_T
+    steps = activate_backward, quantize_float8_rows_and_turned, quantize_float8_turned
+    return backward_in_steps(given, activation, ends_G, scalings, steps)
+
+
+def backward_in_steps(
+    given: tuple[Tensor, Tensor, Tensor | None],
+    activation: str,
+    ends_G: Tensor,
+    scalings: tuple[Scaling, Scaling],
+    steps: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+) -> ActivationCodes:
+    """One operation after the other, through memory.
+
+    ``given`` are the first three arguments of :func:`activate_backward_float8`, ``steps`` the
+    three operations that it is made of.
+    """
+    (da_TI, h_TF, prob_T), (of_dh, of_a) = given, scalings
+    backward, rows_and_turned, turned = steps
     a_TI = torch.empty_like(da_TI)
     into = ActivationGradients(
         torch.empty_like(h_TF), None if prob_T is None else torch.empty_like(prob_T), a_TI
     )
-    dh_TF, dprob_T = activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
-    dh_rows, dh_turned = quantize_float8_rows_and_turned(
-        dh_TF, of_dh.code_dtype, ends_G, **of_dh.options
-    )
-    a_turned = quantize_float8_turned(a_TI, of_a.code_dtype, ends_G, **of_a.options)
+    dh_TF, dprob_T = backward(da_TI, h_TF, prob_T, activation, into, ends_G)
+    dh_rows, dh_turned = rows_and_turned(dh_TF, of_dh.code_dtype, ends_G, **of_dh.options)
+    a_turned = turned(a_TI, of_a.code_dtype, ends_G, **of_a.options)
     return ActivationCodes(dh_rows, dh_turned, a_turned, dprob_T)

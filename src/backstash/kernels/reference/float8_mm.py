@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from backstash.kernels.reference.gathered_mm import check_source
 from backstash.kernels.reference.grouped_mm import grouped_mm, grouped_mm_dw, row_groups
 
 #: Codes that a product adds up over come in multiples of this.
@@ -69,6 +70,28 @@ def float8_grouped_mm(
         fast_accumulation: As in :func:`float8_mm`.
     """
     return grouped_mm(_values(a), _values(b), ends_G).to(dtype)
+
+
+def float8_gathered_mm(
+    a: Scaled,
+    b: Scaled,
+    ends_G: Tensor,
+    source_R: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Each row's token times the row's own group's ``b^T``: ``(R, C)`` in ``dtype``.
+
+    :func:`float8_grouped_mm` of rows that are copies of tokens: row r is that of
+    ``source_R[r]`` in ``a``, codes ``(T, J)`` and inverse scales ``(T,)`` of tokens.
+
+    Raises:
+        ShapeError, DtypeError: ``source_R`` are no integers ``(R,)``.
+    """
+    check_source(source_R)
+    a = Scaled(a.codes.view(torch.uint8)[source_R].view(a.codes.dtype), a.scale_inv[source_R])
+    return float8_grouped_mm(a, b, ends_G, dtype, fast_accumulation=fast_accumulation)
 
 
 def float8_grouped_mm_dw(

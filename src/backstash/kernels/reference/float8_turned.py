@@ -1,5 +1,7 @@
 """Float8 columns that are transposed (*turned*) as they are quantized, for a product just ahead.
 
+Turned is what others call transposed: rows become columns.
+
 Columns that are saved keep the matrix's own order, so that their valid rows are a prefix.  A
 gradient is read by its two products and gone: its columns may be written the way the weight
 gradient reads them, which spares a pass over the codes, and in the same pass as its rows.
@@ -9,7 +11,7 @@ Letters: T rows of the buffer, K columns, G groups, P columns with padding, N ro
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +59,21 @@ def quantize_float8_turned(
     return Turned(turned_KP, scale_inv_GK, padded_G)
 
 
+class WeightRows(NamedTuple):
+    """Rows of G experts' weights, and what their columns will be scaled by.
+
+    Attributes:
+        codes: ``(G * N, K)`` as bytes.
+        scale_inv: ``(G * N, 1)``.
+        amax_GK: The largest magnitude of each column of each expert, in the weight's dtype, or in
+            float32 where that has more bits; NaN is ignored.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    amax_GK: Tensor
+
+
 def quantize_float8_rows_and_turned(
     x_TK: Tensor,
     code_dtype: torch.dtype,
@@ -75,20 +92,46 @@ def quantize_float8_rows_and_turned(
     return (codes_TK, scale_inv_T1), turned
 
 
-def quantize_float8_weight(
+def quantize_float8_weight_rows(
     w_GNK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = False
+) -> WeightRows:
+    """The rows of ``quantize_float8_rows``, and the largest magnitudes of each expert's columns."""
+    options: dict[str, Any] = {"epsilon": epsilon, "power_of_two": power_of_two}
+    rows = quantize_float8_rows(w_GNK.flatten(0, 1), code_dtype, **options)
+    return WeightRows(*rows, _largest_of_columns(w_GNK).to(noted_dtype(w_GNK)))
+
+
+def noted_dtype(w_GNK: Tensor) -> torch.dtype:
+    """What holds a magnitude of the weight exactly, as far as it is quantized from it."""
+    return w_GNK.dtype if w_GNK.dtype.itemsize == 2 else torch.float32
+
+
+def quantize_float8_weight(
+    w_GNK: Tensor,
+    code_dtype: torch.dtype,
+    amax_GK: Tensor | None = None,
+    *,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The columns of each expert's weight as rows, with a scale for each.
+
+    ``amax_GK`` is what :func:`quantize_float8_weight_rows` noted of this weight, if it did.
 
     Returns:
         Codes ``(G, K, N)`` and inverse scales ``(G, K)``: those of ``quantize_float8_columns``
         where each expert's rows are a group, transposed.
     """
     scale_GK = scale_from_amax(
-        row_amax(w_GNK.mT.flatten(0, 1)).view(len(w_GNK), w_GNK.shape[2]),
+        _largest_of_columns(w_GNK) if amax_GK is None else amax_GK.float(),
         largest=torch.finfo(code_dtype).max,
         epsilon=epsilon,
         power_of_two=power_of_two,
     )
     codes = saturating_codes(w_GNK.mT.float() * scale_GK.unsqueeze(2), code_dtype)
     return codes.view(code_dtype).contiguous(), torch.ones_like(scale_GK) / scale_GK
+
+
+def _largest_of_columns(w_GNK: Tensor) -> Tensor:
+    """Of each expert, float32 ``(G, K)``."""
+    return row_amax(w_GNK.mT.flatten(0, 1)).view(len(w_GNK), w_GNK.shape[2])
