@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import backstash as bs
 
@@ -106,6 +114,31 @@ def test_a_compiled_model_trains_as_it_does_without() -> None:
     assert all(map(torch.equal, *results))
 
 
+def must_save(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["alone", "offloaded"])
+@pytest.mark.parametrize("recipe", ["high_precision", "float8_current", "mxfp8"])
+def test_a_selective_checkpoint_changes_no_bit(recipe: str, hooks: Any) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, must_save)
+    model = nn.Sequential(nn.Linear(16, 16), bs.LayerNormMLP(16, 32), nn.GELU(), experts())
+    results = []
+    for is_checkpointed in (False, True):
+        model.zero_grad()
+        with bs.autocast(recipe=recipe), hooks():
+            x = torch.ones(6, 16)
+            y: Any = (
+                checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+                if is_checkpointed
+                else model(x)
+            )
+        y.square().sum().backward()
+        results.append([y, *gradients(model)])
+    assert all(map(torch.equal, *results))
+
+
 def test_an_averaged_model_follows_it() -> None:
     model = experts()
     averaged = AveragedModel(model, multi_avg_fn=None)
@@ -145,3 +178,9 @@ def test_hooks_on_modules_and_parameters_are_called_once() -> None:
     layer(torch.randn(3, 16, requires_grad=True)).sum().backward()
     assert sorted(seen) == ["added", "after", "before", "gradient"]
     assert seen[0] == "before"
+
+
+def test_an_exported_layer_gives_the_same() -> None:
+    layer, x = bs.LayerNormMLP(16, 32), torch.randn(5, 16)
+    exported = torch.export.export(layer, (x,))
+    assert torch.equal(exported.module()(x), layer(x))
