@@ -8,21 +8,12 @@ Letters: G experts, N output features, K input features.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backstash.tensors import QuantizedTensor
-
-
-def draw_experts(weight_GNK: Tensor, bias_GN: Tensor | None) -> None:
-    """Draw each expert's weight and bias as a ``Linear`` does, one expert after the other."""
-    bound = 1 / math.sqrt(weight_GNK.shape[-1]) if weight_GNK.shape[-1] else 0.0
-    for parameter in (weight_GNK, bias_GN):
-        if parameter is not None:
-            nn.init.uniform_(parameter, -bound, bound)
 
 
 def join_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
-from backstash.nn.experts import draw_experts, join_experts, split_experts
+from backstash.nn.experts import join_experts, split_experts
 from backstash.nn.group_ends import Counts, group_ends
 from backstash.nn.layer import (
     Keep,
@@ -28,6 +28,7 @@ from backstash.nn.layer import (
     outside_autocast,
     uncompiled,
 )
+from backstash.nn.module import draw_linear_
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Groups, Needs, Projection
@@ -149,7 +150,7 @@ class GroupedLinear(Layer):
 
     def reset_parameters(self) -> None:
         """Draw each group's weight and bias as ``torch.nn.Linear`` does."""
-        draw_experts(self.weight, self.bias)
+        draw_linear_(self.weight, self.bias)
 
     def expert_state_dict(self) -> dict[str, Tensor]:
         """The state as ``weight0``, ``bias0`` and so on: views, for software that wants those."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from backstash.kernels import PagedRows
-from backstash.nn.experts import draw_experts, join_experts, split_experts
+from backstash.nn.experts import join_experts, split_experts
 from backstash.nn.feed_forward import (
     Ahead,
     FeedForward,
@@ -43,6 +43,7 @@ from backstash.nn.layer import (
     outside_autocast,
     uncompiled,
 )
+from backstash.nn.module import draw_linear_
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
@@ -246,8 +247,8 @@ class GroupedMLP(Layer):
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights and biases as ``torch.nn.Linear`` does."""
-        draw_experts(self.fc1_weight, self.fc1_bias)
-        draw_experts(self.fc2_weight, self.fc2_bias)
+        draw_linear_(self.fc1_weight, self.fc1_bias)
+        draw_linear_(self.fc2_weight, self.fc2_bias)
 
     def expert_state_dict(self) -> dict[str, Tensor]:
         """The state as ``fc1_weight0`` and so on: views, for software that wants those."""

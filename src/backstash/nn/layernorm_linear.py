@@ -10,7 +10,6 @@ Letters: T rows (all leading dimensions flattened), H input features, N output f
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from backstash.nn.layer import (
     outside_autocast,
     uncompiled,
 )
-from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.module import draw_linear_
+from backstash.nn.normalization import Kind, Normalization, Statistics, make_neutral_
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -135,24 +135,16 @@ class LayerNormLinear(Layer):
         self.normalization = Normalization(Kind.named(normalization), eps)
         self.return_layernorm_output = return_layernorm_output
         new = placement(device, dtype)
-        self.layer_norm_weight = torch.nn.Parameter(torch.empty(in_features, **new))
-        has_norm_bias = self.normalization.kind is Kind.LAYER_NORM
-        self.layer_norm_bias = (
-            torch.nn.Parameter(torch.empty(in_features, **new)) if has_norm_bias else None
-        )
+        norm = self.normalization.new_parameters(in_features, **new)
+        self.layer_norm_weight, self.layer_norm_bias = norm
         self.weight = self.make_parameter((out_features, in_features), **new)
         self.bias = self.make_parameter((out_features,), **new) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Make the normalization neutral and draw weight and bias as ``Linear`` does."""
-        torch.nn.init.ones_(self.layer_norm_weight)
-        if self.layer_norm_bias is not None:
-            torch.nn.init.zeros_(self.layer_norm_bias)
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        make_neutral_(self.layer_norm_weight, self.layer_norm_bias)
+        draw_linear_(self.weight, self.bias)
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:

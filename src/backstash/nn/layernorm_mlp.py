@@ -9,7 +9,6 @@ Letters: T rows, H model features, F columns of ``h``, I columns of the activati
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ from backstash.nn.layer import (
     outside_autocast,
     uncompiled,
 )
-from backstash.nn.normalization import Kind, Normalization, Statistics
+from backstash.nn.module import draw_linear_
+from backstash.nn.normalization import Kind, Normalization, Statistics, make_neutral_
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.weight_grad import Delivery
@@ -147,11 +147,8 @@ class LayerNormMLP(Layer):
         self.activation = checked_activation(activation)
         self.normalization = Normalization(Kind.named(normalization), eps)
         new = placement(device, dtype)
-        self.layer_norm_weight = torch.nn.Parameter(torch.empty(hidden_size, **new))
-        has_norm_bias = self.normalization.kind is Kind.LAYER_NORM
-        self.layer_norm_bias = (
-            torch.nn.Parameter(torch.empty(hidden_size, **new)) if has_norm_bias else None
-        )
+        norm = self.normalization.new_parameters(hidden_size, **new)
+        self.layer_norm_weight, self.layer_norm_bias = norm
         columns = preactivation_columns(activation, ffn_hidden_size)
         self.fc1_weight = self.make_parameter((columns, hidden_size), linear="fc1", **new)
         self.fc1_bias = self.make_parameter((columns,), **new) if bias else None
@@ -161,17 +158,9 @@ class LayerNormMLP(Layer):
 
     def reset_parameters(self) -> None:
         """Make the normalization neutral and draw the rest as two ``Linear`` do."""
-        torch.nn.init.ones_(self.layer_norm_weight)
-        if self.layer_norm_bias is not None:
-            torch.nn.init.zeros_(self.layer_norm_bias)
-        for size, parameters in (
-            (self.hidden_size, (self.fc1_weight, self.fc1_bias)),
-            (self.ffn_hidden_size, (self.fc2_weight, self.fc2_bias)),
-        ):
-            bound = 1 / math.sqrt(size) if size else 0.0
-            for parameter in parameters:
-                if parameter is not None:
-                    torch.nn.init.uniform_(parameter, -bound, bound)
+        make_neutral_(self.layer_norm_weight, self.layer_norm_bias)
+        draw_linear_(self.fc1_weight, self.fc1_bias)
+        draw_linear_(self.fc2_weight, self.fc2_bias)
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:

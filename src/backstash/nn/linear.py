@@ -10,7 +10,6 @@ Letters: T rows (all leading dimensions flattened), K input features, N output f
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from backstash.nn.layer import (
     outside_autocast,
     uncompiled,
 )
+from backstash.nn.module import draw_linear_
 from backstash.nn.operands import Columns
 from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.projection import Needs, Projection
@@ -116,9 +116,7 @@ class Linear(Layer):
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``torch.nn.Linear`` does, in the same order."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for parameter in self.parameters(recurse=False):
-            torch.nn.init.uniform_(parameter, -bound, bound)
+        draw_linear_(self.weight, self.bias)
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:

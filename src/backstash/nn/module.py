@@ -166,6 +166,14 @@ class QuantizedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
 
+def draw_linear_(weight: Tensor, bias: Tensor | None) -> None:
+    """Draw a weight ``(..., N, K)`` and its bias as ``torch.nn.Linear`` does, in this order."""
+    bound = weight.shape[-1] ** -0.5 if weight.shape[-1] else 0.0
+    for parameter in (weight, bias):
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)
+
+
 def name_modules(model: nn.Module) -> nn.Module:
     """Give each of our layers its name in ``model``, for recipes that go by names.
 

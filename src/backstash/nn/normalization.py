@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from backstash import kernels
 from backstash.errors import ConfigError
@@ -58,6 +60,13 @@ class Normalization:
     def __post_init__(self) -> None:
         check_numbers(eps=self.eps, remedy="1e-5 is usual")
 
+    def new_parameters(self, features: int, **new: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weight and bias ``(H,)``, uninitialized; RMSNorm has no bias."""
+        weight = nn.Parameter(torch.empty(features, **new))
+        if self.kind is Kind.RMS_NORM:
+            return weight, None
+        return weight, nn.Parameter(torch.empty(features, **new))
+
     def forward(
         self, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None
     ) -> tuple[Tensor, Statistics]:
@@ -75,3 +84,10 @@ class Normalization:
             dx_TH, dweight_H = kernels.rms_norm_backward(dy_TH, x_TH, weight_H, statistics.rstd)
             return dx_TH, dweight_H, None
         return kernels.layer_norm_backward(dy_TH, x_TH, weight_H, statistics.mean, statistics.rstd)
+
+
+def make_neutral_(weight: Tensor, bias: Tensor | None) -> None:
+    """Let a normalization change nothing but the statistics of its rows."""
+    nn.init.ones_(weight)
+    if bias is not None:
+        nn.init.zeros_(bias)
