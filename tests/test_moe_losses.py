@@ -1,12 +1,15 @@
 """The router's losses against their sums over tokens and experts, on one rank and on two."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from backstash.moe import Router, RouterConfig, attach_loss
+from backstash.moe import MoE, Router, RouterConfig, attach_loss
 
 H, E, K = 17, 8, 3
 by_score = pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -104,3 +107,23 @@ def run_rank(rank, path, x):
 def test_losses_and_bias_do_not_depend_on_how_the_batch_is_cut_over_ranks(tmp_path):
     x = torch.randn(40, H, dtype=torch.float64)
     spawn(run_rank, (str(tmp_path / "store"), x), nprocs=2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_enters_no_collective(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "all_reduce", lambda x, group: entered.append(x.shape))
+        config = RouterConfig(aux_loss_weight=0.1, z_loss_weight=0.1, group=dist.group.WORLD)
+        moe, x = MoE(8, 4, 4, 2, router=config), torch.randn(5, 8, requires_grad=True)
+        y: Any = checkpoint(moe, x, use_reentrant=reentrant)
+        in_forward = list(entered)
+        y.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    # The load, the mean scores, and the sum of the z loss.
+    assert in_forward == [(4,), (4,), ()]
+    assert entered == in_forward

@@ -225,11 +225,15 @@ def test_nothing_is_counted_in_evaluation_or_without_gradients_or_after_a_failed
     router.eval()(x)
     with torch.no_grad():
         router.train()(x)
-    router(x)
-    router.forget_counts_()
-    assert torch.equal(router.expert_bias, before)
     router.update_bias_()
     assert torch.equal(router.expert_bias, before)
+    router(x)
+    router.forget_counts_()
+    router.update_bias_()
+    assert torch.equal(router.expert_bias, before)
+    router(x)
+    router.update_bias_()
+    assert not torch.equal(router.expert_bias, before)
 
 
 def test_the_bias_keeps_its_bits_when_the_module_is_cast():

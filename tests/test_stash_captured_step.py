@@ -6,6 +6,7 @@ writes its results where the first recording left them, as a CUDA graph does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,17 @@ def test_other_tensors_that_a_step_changes_are_put_back_too() -> None:
     training.losses([30])
     assert step.reruns == 1
     assert float(metric) == count + 1 + 1  # the rerun, and the stand-in's recording after it
+
+
+def test_an_activation_that_a_module_shows_is_not_kept_alive() -> None:
+    model: Any = Model()
+    model.shown = next(model.parameters()) * 2
+    stash = Stash(PagePool(4 * PAGE, device="cpu", page_bytes=PAGE))
+    step = CapturedStep(torch.Tensor, stash, [model], recorder=Standin(model, stash))
+    shown = weakref.ref(model.shown)
+    del model.shown
+    assert shown() is None
+    assert step.state is StepState.EAGER
 
 
 def test_a_pool_on_the_cpu_has_no_cuda_graph() -> None:

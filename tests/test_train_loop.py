@@ -56,6 +56,24 @@ def break_backward(of: Trainer, monkeypatch: pytest.MonkeyPatch, error: BaseExce
     monkeypatch.setattr(of._optimizer, "collect", fail)
 
 
+def test_buffers_that_a_failing_step_has_written_are_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = trainer(small_run(tmp_path, steps=8))
+    losses(of, 2)
+    before = {name: buffer.clone() for name, buffer in of.model.named_buffers()}
+    balance = of.model.balance_
+
+    def fail() -> None:
+        balance()
+        raise Broken
+
+    monkeypatch.setattr(of.model, "balance_", fail)
+    with pytest.raises(Broken):
+        of.step()
+    assert_same(dict(of.model.named_buffers()), before)
+
+
 @pytest.mark.parametrize("finished", [0, 2])
 @pytest.mark.parametrize("recipe", ["high_precision", "mxfp8", "float8_delayed"])
 @pytest.mark.parametrize("error", [Broken(), KeyboardInterrupt(), MemoryError()], ids=repr)

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,32 @@ def test_whatever_stops_the_writing_leaves_the_last_one_whole(
     monkeypatch.undo()
     assert files(tmp_path) == [last.name]
     assert read_checkpoint(last).step == 1
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace, unlink = os.fsync, os.replace, Path.unlink
+
+    def seen_fsync(descriptor: int) -> None:
+        done.append("fsync of a folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "fsync")
+        fsync(descriptor)
+
+    def seen_replace(old: Path, new: Path) -> None:
+        done.append("replace")
+        replace(old, new)
+
+    def seen_unlink(path: Path, missing_ok: bool = False) -> None:
+        done.extend(["unlink"] if path.exists() else [])
+        unlink(path, missing_ok)
+
+    write_checkpoint(tmp_path, checkpoint(1), keep=1)
+    monkeypatch.setattr(state.os, "fsync", seen_fsync)
+    monkeypatch.setattr(state.os, "replace", seen_replace)
+    monkeypatch.setattr(Path, "unlink", seen_unlink)
+    write_checkpoint(tmp_path, checkpoint(2), keep=1)
+    assert done == ["fsync", "replace", "fsync of a folder", "unlink"]
 
 
 def test_a_full_disk_says_what_is_whole_and_what_to_do(tmp_path: Path) -> None:
