@@ -16,11 +16,11 @@ from stash_cases import assert_nothing_is_held
 
 pytestmark = pytest.mark.gpu
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "marked_experts.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("marked_experts", EXAMPLE)
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,10 +28,8 @@ def example() -> ModuleType:
     return module
 
 
-def tiny_model(transformers: Any, device: str) -> Any:
-    """Two layers with random weights, whose experts have room for twice their rows."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+def tiny_config(transformers: Any) -> Any:
+    return transformers.Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
@@ -44,8 +42,14 @@ def tiny_model(transformers: Any, device: str) -> Any:
         num_experts_per_tok=2,
         attn_implementation="eager",
     )
+
+
+def tiny_model(transformers: Any, device: str) -> Any:
+    """Two layers with random weights, whose experts have room for twice their rows."""
+    torch.manual_seed(0)
+    config = tiny_config(transformers)
     model = transformers.Qwen3MoeForCausalLM(config).to(device, torch.bfloat16)
-    experts = example().CapacityExperts
+    experts = example("marked_experts").CapacityExperts
     for layer in model.model.layers:
         theirs = layer.mlp.experts
         layer.mlp.experts = experts(theirs.gate_up_proj, theirs.down_proj, room=2.0)
@@ -78,3 +82,31 @@ def test_gradients_of_a_transformers_model_are_bit_equal_and_its_rows_are_kept(
     rows = ids.numel() * 2
     assert stash.stats().bytes_stashed == 2 * 2 * rows * (64 + 192 + 96 + 96) * 2
     assert_nothing_is_held(stash)
+
+
+def test_experts_of_a_transformers_model_run_by_ours_ask_the_device_nothing() -> None:
+    transformers = pytest.importorskip("transformers")
+    run_experts = example("transformers_experts").run_experts
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(tiny_config(transformers))
+    theirs = model.model.layers[0].mlp.experts.cuda().bfloat16()
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_TK, expert_TK = torch.rand(300, 8, device="cuda").softmax(1).topk(2)
+
+    def step(run: Any) -> list[Tensor]:
+        y = run(x, expert_TK, weight_TK.bfloat16())
+        return [y, *torch.autograd.grad(y.float().square().sum(), [x, *theirs.parameters()])]
+
+    def ours(*given: Tensor) -> Tensor:
+        return run_experts(theirs, *given)
+
+    step(ours)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(ours)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(found, step(theirs), strict=True):
+        # Both round to bfloat16 a handful of times.
+        scale = other.float().abs().max()
+        torch.testing.assert_close(one / scale, other / scale, rtol=2**-6, atol=2**-6)
