@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backstash.errors import ConfigError
-from backstash.nn.normalization import Kind, Normalization
+from backstash.nn.normalization import Kind, Normalization, make_neutral_
 from nn_cases import ROWS, H
 from nn_references import assert_gradients, double, normalize
 
@@ -33,3 +33,14 @@ def test_kinds_go_by_the_names_of_the_field() -> None:
     assert Kind.named("RMSNorm") is Kind.RMS_NORM
     with pytest.raises(ConfigError, match="one of LayerNorm, RMSNorm, got 'rmsnorm'"):
         Kind.named("rmsnorm")
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_new_parameters_are_neutral_once_they_are_made_so(kind: Kind) -> None:
+    normalization = Normalization(kind, 1e-5)
+    weight, bias = normalization.new_parameters(H, dtype=torch.float64)
+    make_neutral_(weight, bias)
+    assert (bias is None) == (kind is Kind.RMS_NORM)
+    x = torch.randn(ROWS, H, dtype=torch.float64)
+    y, _ = normalization.forward(x, weight, bias)
+    assert torch.equal(y, normalization.forward(x, torch.ones_like(weight), None)[0])
