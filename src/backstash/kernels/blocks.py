@@ -24,6 +24,19 @@ from backstash.kernels.sizes import next_power_of_2
 
 
 @triton.jit
+def group_rows(p_ends, i_group, m_group, rows):
+    """The first row of each group and the row after its last.
+
+    Cut at the buffer, so whatever the ends say, no address leaves it.
+    """
+    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
+    starts = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
+    starts = tl.minimum(tl.maximum(starts, 0), rows).to(tl.int32)
+    return starts, ends
+
+
+@triton.jit
 def write_table(
     p_ends,
     p_table,
@@ -38,15 +51,11 @@ def write_table(
     """Write the entries of one group; ``group == groups`` is the tail."""
     i_group = tl.arange(0, BG)
     m_group = i_group < groups
-    # Ends are cut at the buffer here: whatever they say, no address leaves it.
-    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
-    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
-    before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
-    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
-    counts = (tl.maximum(ends - before, 0) + B - 1) // B
+    starts, ends = group_rows(p_ends, i_group, m_group, rows)
+    counts = (tl.maximum(ends - starts, 0) + B - 1) // B
     first_block = tl.minimum(tl.sum(tl.where(i_group < group, counts, 0), 0), blocks)
     # The tail begins where the last group ends, and takes all entries that are left.
-    start = tl.sum(tl.where(i_group == group, before, 0), 0)
+    start = tl.sum(tl.where(i_group == group, starts, 0), 0)
     end = tl.sum(tl.where(i_group == group, ends, 0), 0)
     count = tl.sum(tl.where(i_group == group, counts, 0), 0)
     last = tl.sum(tl.where(i_group == groups - 1, ends, 0), 0)

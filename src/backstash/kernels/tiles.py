@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backstash.kernels.blocks import group_rows
 from backstash.kernels.launches import Launcher
 from backstash.kernels.sizes import next_power_of_2
 
@@ -28,16 +29,12 @@ def write_order(p_ends, p_table, group, groups, rows, BG: tl.constexpr):
     """Find the rank of one group, and write its rows there."""
     i_group = tl.arange(0, BG)
     m_group = i_group < groups
-    # Ends are cut at the buffer here: whatever they say, no address leaves it.
-    ends = tl.load(p_ends + i_group, mask=m_group, other=0)
-    ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
-    before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
-    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
-    counts = tl.maximum(ends - before, 0)
+    starts, ends = group_rows(p_ends, i_group, m_group, rows)
+    counts = tl.maximum(ends - starts, 0)
     count = tl.sum(tl.where(i_group == group, counts, 0), 0)
     is_before = (counts > count) | ((counts == count) & (i_group < group))
     rank = tl.sum((is_before & m_group).to(tl.int32), 0)
-    start = tl.sum(tl.where(i_group == group, before, 0), 0)
+    start = tl.sum(tl.where(i_group == group, starts, 0), 0)
     tl.store(p_table + rank * 4, start)
     tl.store(p_table + rank * 4 + 1, start + count)
     tl.store(p_table + rank * 4 + 2, group)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from backstash.kernels.blocks import locate_block
+from backstash.kernels.blocks import group_rows, locate_block
 
 
 @triton.jit
@@ -56,12 +56,8 @@ def units_before(p_ends, rows, group, UNIT, BG: tl.constexpr):
         units = group * 0  # there is one group
     else:
         i_group = tl.arange(0, BG)
-        m_group = i_group < group
-        ends = tl.load(p_ends + i_group, mask=m_group, other=0)
-        ends = tl.minimum(tl.maximum(ends, 0), rows).to(tl.int32)
-        before = tl.load(p_ends + i_group - 1, mask=m_group & (i_group > 0), other=0)
-        before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
-        units = tl.sum((tl.maximum(ends - before, 0) + UNIT - 1) // UNIT, 0)
+        starts, ends = group_rows(p_ends, i_group, i_group < group, rows)
+        units = tl.sum((tl.maximum(ends - starts, 0) + UNIT - 1) // UNIT, 0)
     return tl.cast(units, tl.int64)
 
 
