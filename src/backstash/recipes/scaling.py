@@ -82,7 +82,7 @@ class DelayedScaling:
     def follow(self, format: Float8Delayed) -> None:
         """Go on with other options: what was seen stays seen, the scale is computed anew."""
         before, self.format = self.format, format
-        if _alone(format) == _alone(before):
+        if _without_group(format) == _without_group(before):
             return
         steps, kept = len(self.history_LG), min(format.history, len(self.history_LG))
         history_LG = self.history_LG.new_zeros(format.history, self.history_LG.shape[1])
@@ -130,7 +130,7 @@ class DelayedScaling:
         history_LG, scale_G = self.settled()
         mine = {"history_LG": history_LG, "scale_G": scale_G, "open_step": None}
         # Nor can a process group be copied; the next call names it again.
-        return self.__dict__ | mine | {"format": _alone(self.format)}
+        return self.__dict__ | mine | {"format": _without_group(self.format)}
 
 
 class _State(enum.Enum):
@@ -311,6 +311,6 @@ def _of_all_processes(notes: _Noted) -> _Noted:
     return [(scaling, amax_G) for (scaling, _), amax_G in zip(notes, common, strict=True)]
 
 
-def _alone(format: Float8Delayed) -> Float8Delayed:
+def _without_group(format: Float8Delayed) -> Float8Delayed:
     """The options without the group, which say nothing about what was seen."""
     return dataclasses.replace(format, amax_group=None)
