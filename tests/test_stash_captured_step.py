@@ -84,6 +84,9 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(4))
         self.routed = torch.zeros(4)  # no buffer, as the counts of a router
+        # Nobody can write to these.
+        self.mask = torch.ones(1).expand(4)
+        self.seen = torch.ones(2, requires_grad=True) * 2
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         self.steps += 1

@@ -265,10 +265,15 @@ def _tensors_beside_parameters(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Buffers, and what modules hold as plain attributes, such as the counts of a router."""
     held = [b for module in modules for b in module.buffers()]
     for part in (part for module in modules for part in module.modules()):
-        attributes = (value for value in vars(part).values() if isinstance(value, Tensor))
-        # What has a graph is an activation that somebody looks at, and no state.
-        held += [value for value in attributes if not value.requires_grad]
+        held += [v for v in vars(part).values() if isinstance(v, Tensor) and _is_written(v)]
     return held
+
+
+def _is_written(value: Tensor) -> bool:
+    """Can a step write to it?  Not to an activation with its graph, nor to an expanded tensor."""
+    if value.requires_grad or value.layout is not torch.strided:
+        return False
+    return all(step or size <= 1 for size, step in zip(value.shape, value.stride(), strict=True))
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
