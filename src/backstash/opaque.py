@@ -31,6 +31,11 @@ _frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAcc
 _SKIPPED_FILE = f"{torch._compile.__file__}/backstash"
 
 
+def is_compiled_around() -> bool:
+    """Is this code run as it is, by a program that ``torch.compile`` traces around it?"""
+    return _frames.get_eval_frame_callback() not in (None, False)
+
+
 def opaque(*, reason: str) -> Callable[[Opaque], Opaque]:
     """Decorate a function that ``torch.compile`` is to run as it is.
 
@@ -47,6 +52,7 @@ def opaque(*, reason: str) -> Callable[[Opaque], Opaque]:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            # Asked here: a function that this called would be compiled.
             if _frames.get_eval_frame_callback() in (None, False):
                 return function(*args, **kwargs)
             return disabled()(*args, **kwargs)

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backstash.errors import CompileError, ConfigError, DtypeError, NothingSavedError, ShapeError
+from backstash.opaque import is_compiled_around
 from backstash.recompute import top_hooks
 from backstash.saving.hooks import announce, is_saving
 from backstash.saving.in_place import Fits, saved_in_place
@@ -85,15 +86,9 @@ def _refuse_trace() -> None:
 _refuse_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _compiled_around() -> bool:
-    """Is this eager code that torch.compile fell back to, inside a compiled region?"""
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore
-    return callback not in (None, False)
-
-
 def _keep(tensor: Tensor) -> Reference:
     """Keep a tensor by reference; a distributed weight only where nothing is compiled."""
-    if getattr(tensor, _MARKER, False) and _compiled_around():
+    if getattr(tensor, _MARKER, False) and is_compiled_around():
         raise CompileError(_NO_COMPILE)
     return Reference(tensor)
 
@@ -181,7 +176,7 @@ def prepare_for_saving(*values: Any) -> tuple[tuple[Tensor | None, ...], Records
     count = len(values)
     kinds = [*map(type, values)]
     layout = None if kinds.count(Tensor) == count else layout_of(tuple(kinds))
-    if _KEPT.data or (layout and (not layout.common or _compiled_around())):
+    if _KEPT.data or (layout and (not layout.common or is_compiled_around())):
         return _prepare_each(values)
     # No value is asked whether it is a distributed weight: its class says so, or is none that
     # comes to here.
