@@ -1,6 +1,8 @@
 """The MoE layer against a double loop over tokens and experts in float64."""
 
 import copy
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +333,22 @@ def test_sizes_that_mean_nothing_are_refused_with_a_remedy():
 def test_a_dispatcher_by_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dispatcher must have dispatch, .*'local'; pass Local"):
         MoE(8, 8, 2, 1, dispatcher="local")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_graph_that_hooks_give_back_as_it_came_is_freed() -> None:
+    moe, x = MoE(16, 24, num_experts=4, top_k=2), torch.randn(5, 16, requires_grad=True)
+    saved: list[weakref.ref[Any]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = moe(x)
+    assert any(storage() is not None for storage in saved)
+    del y
+    held = {id(storage()) for storage in saved if storage() is not None}
+    assert held <= {id(t.untyped_storage()) for t in (x, moe.last_load, *moe.parameters())}
 
 
 def test_what_it_returns_may_be_changed_in_place() -> None:

@@ -305,7 +305,8 @@ class _ShareOfChosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         prob_TK = kernels.weigh_experts(logits_TE, expert_TK)
-        save_for_backward(ctx, prob_TK, expert_TK)
+        # An output that a hook gives back as it came would hold its own graph for ever.
+        save_for_backward(ctx, prob_TK.detach(), expert_TK)
         ctx.plan = logits_TE.shape[1]
         return prob_TK
 
