@@ -47,8 +47,8 @@ class Streams(abc.ABC):
         """Launch on a stream that computes."""
 
     @abc.abstractmethod
-    def event(self, stream: Stream = None) -> Event:
-        """A mark behind everything launched so far, in the lane in force or in a stream."""
+    def event(self) -> Event:
+        """A mark behind everything launched so far where launches go now."""
 
     @abc.abstractmethod
     def wait(self, event: Event, stream: Stream) -> None:
@@ -96,7 +96,7 @@ class OneLane(Streams):
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
         return _ANYWHERE
 
-    def event(self, stream: Stream = None) -> Event:
+    def event(self) -> Event:
         return None
 
     def wait(self, event: Event, stream: Stream) -> None:
@@ -182,9 +182,9 @@ class SideLanes(Streams):
         here = self.here()
         return _ANYWHERE if stream is here else _Launching(stream, here)
 
-    def event(self, stream: Stream = None) -> Event:
+    def event(self) -> Event:
         event = torch.cuda.Event()
-        event.record(self.here() if stream is None else stream)
+        event.record(self.here())
         return event
 
     def wait(self, event: Event, stream: Stream) -> None:
