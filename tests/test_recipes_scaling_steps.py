@@ -300,3 +300,19 @@ def test_a_step_and_its_graph_are_freed_without_the_collector(
         assert [alive() for alive in made] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_a_state_that_is_loaded_is_not_changed_by_what_an_open_step_has_noted() -> None:
+    net, other = model(), model()
+    for x in itertools.islice(batches(), 3):
+        step(other, x)
+    saved = copy.deepcopy(other.state_dict())
+    x = next(batches())
+    with bs.autocast(recipe=RECIPE):
+        first, second = net(x), net(x)
+    first.sum().backward()  # noted, and not taken in: the other backward is to come
+    net.load_state_dict(saved)
+    del second
+    now = net.state_dict()
+    assert now.keys() == saved.keys()
+    assert all(torch.equal(now[key], saved[key]) for key in saved)

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
-from backstash.saving import saving, valid_rows
+from backstash.saving import marks, saving, valid_rows
 from saving_cases import Carrier, Declining, leaf
 
 ROWS = 70
@@ -286,3 +286,18 @@ def test_no_length_past_the_valid_rows_is_needed() -> None:
             y = carrier(leaf()).sum()
         y.backward()
         carrier.check()
+
+
+def test_a_mark_is_not_that_of_a_storage_which_got_the_id_of_a_freed_one() -> None:
+    old, new = marked(), torch.randn(ROWS, 6)
+    key = id(new.untyped_storage())
+    # As if the new storage had been given the id of the old one before the old mark went.
+    entry = marks._MARKS[id(old.untyped_storage())]
+    marks._MARKS[key] = entry
+    assert valid_rows(new) is None
+    bs.mark_grouped_tensor(new, rows(7))
+    # The news that the old one has gone comes late: the new mark stays.
+    marks._forget(marks._MARKS, key, entry[0])
+    found = valid_rows(new)
+    assert found is not None
+    assert int(found) == 7

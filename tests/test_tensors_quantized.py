@@ -333,3 +333,24 @@ def test_a_gradient_is_plain_and_adds_up():
     assert torch.equal(weight.grad, torch.full((33, 40), 2.0))
     nn.utils.clip_grad_norm_([weight], 1.0)
     torch.testing.assert_close(weight.grad.norm(), torch.tensor(1.0))
+
+
+def test_a_part_in_the_same_file_as_the_whole_is_a_tensor_of_its_own():
+    q = quantized(FLOAT8_CURRENT, Usage.ROWWISE, shape=(8, 16))
+    part = q[2:4]
+    assert part.shared
+    again = save_and_load({"whole": q, "part": part})
+    before = again["whole"].dequantize()
+    assert torch.equal(again["part"].dequantize(), before[2:4])
+    # It brought its scale along, so it may be written, and the whole does not see it.
+    again["part"].copy_(torch.full((2, 16), 100.0))
+    assert torch.equal(again["whole"].dequantize(), before)
+
+
+def test_data_of_another_tensor_leave_no_buffer_behind():
+    q, rows = quantized(MXFP8, Usage.BOTH), quantized(MXFP8, Usage.ROWWISE)
+    gone = set(q.buffers) - set(rows.buffers)
+    assert gone
+    q.data = rows
+    assert_identical(q, rows)
+    assert not any(hasattr(q, name) for name in gone)

@@ -166,7 +166,7 @@ def test_a_surprise_is_counted_and_gathers_on_demand(ranks: Ranks) -> None:
     ranks.run(surprising)
 
 
-def recomputing(group: Any, *, use_reentrant: bool) -> None:
+def recomputing(group: Any, *, use_reentrant: bool, whole: bool) -> None:
     results = []
     for way in (checkpoint, None):
         model = Stack(3)
@@ -176,7 +176,7 @@ def recomputing(group: Any, *, use_reentrant: bool) -> None:
             torch.manual_seed(number)
             x = torch.randn(5, H, requires_grad=True)
             h: Any = x
-            for layer in model.layers:
+            for layer in [model] if whole else model.layers:
                 h = layer(h) if way is None else way(layer, h, use_reentrant=use_reentrant)
             h.sum().backward()
             assert nothing_is_lent(sharding)
@@ -186,11 +186,12 @@ def recomputing(group: Any, *, use_reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "the model"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_gathers_again_and_leaves_no_buffer(
-    ranks: Ranks, *, use_reentrant: bool
+    ranks: Ranks, *, use_reentrant: bool, whole: bool
 ) -> None:
-    ranks.run(functools.partial(recomputing, use_reentrant=use_reentrant))
+    ranks.run(functools.partial(recomputing, use_reentrant=use_reentrant, whole=whole))
 
 
 def tied(group: Any) -> list[str]:
