@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
+from host_reads import no_host_reads
 
 T, K, N = 9, 6, 10
 PRODUCTS = [
@@ -49,3 +50,16 @@ def of_copies(name: str, both: list[Tensor], at: int, ends: Tensor, source: Tens
     both = [kernels.permute(x, source) if i == at else x for i, x in enumerate(both)]
     plain = "grouped_mm_dw" if "dw" in name else name.replace("gathered", "grouped")
     return getattr(kernels, plain)(*both, ends)
+
+
+def check_bits(name: str, counts: list[int], sizes: Any, dtype: torch.dtype) -> None:
+    """On a GPU the product has the bits of that of copies, each time and without a host read."""
+    both, at, ends, source = operands(
+        name, counts, tail=37, sizes=sizes, dtype=dtype, device="cuda"
+    )
+    wanted = of_copies(name, both, at, ends, source)
+    for index in (torch.int64, torch.int32):
+        assert torch.equal(getattr(kernels, name)(*both, ends, source.to(index)), wanted)
+    with no_host_reads():
+        again = [getattr(kernels, name)(*both, ends, source) for _ in range(3)]
+    assert all(torch.equal(one, wanted) for one in again)

@@ -6,7 +6,8 @@ for, so each buffer is an allocation of its own, and half of the splits fill the
 row.  Matrices have one of a few shapes, because a checker takes long over each new kernel; run
 it once without the checker first, so that all kernels are compiled.
 
-Arguments: how many splits, the seed of the first (0), and which kernels: ``casts`` or ``nvfp4``.
+Arguments: how many splits, the seed of the first (0), and which kernels: ``casts``, ``nvfp4`` or
+``experts``.
 """
 
 import os
@@ -86,7 +87,39 @@ def run_nvfp4(x: torch.Tensor, ends: torch.Tensor) -> None:
     kernels.dequantize_nvfp4_columns(*pair, amax, len(x), x.dtype, ends, rotation)
 
 
-KINDS = {"casts": run, "nvfp4": run_nvfp4}
+def run_experts(x: torch.Tensor, ends: torch.Tensor) -> None:
+    """Call each kernel that routes rows, and those of experts on rows that are there, once."""
+    (rows, columns), experts = x.shape, len(ends)
+    logits = torch.randn(rows, experts, device="cuda")
+    expert_TK = kernels.top_experts(logits, None, min(2, experts))
+    prob_TK = kernels.weigh_experts(logits, expert_TK)
+    kernels.weigh_experts_backward(prob_TK, prob_TK, expert_TK, experts)
+    kernels.bfloat16_parts(logits)
+    # A buffer that some copies do not fit into, and one that they do not fill.
+    for first, room in ((0, rows), (experts // 2, 3 * rows)):
+        tally = kernels.count_experts(expert_TK, experts)
+        source_R, slots_TK, counts = kernels.sort_by_expert(
+            expert_TK, experts - first, first, tally, room
+        )
+        valid = kernels.fit_groups(counts, room).ends_G[-1:]
+        weight_R = kernels.weights_to_rows(prob_TK, slots_TK, room)
+        kernels.weights_to_copies(weight_R, slots_TK, valid)
+        kernels.unpermute(kernels.permute(x, source_R), slots_TK, valid)
+    h, da = x[:, : columns // 2 * 2], x[:, : columns // 2]
+    kernels.activate(h, logits[:, 0], "swiglu", ends)
+    kernels.activate_backward(da, h, logits[:, 0], "swiglu", None, ends)
+    weight = torch.ones(columns, dtype=x.dtype, device="cuda")
+    _, rstd = kernels.rms_norm(x, weight, 1e-5)
+    kernels.rms_norm_backward(x, x, weight, rstd)
+    source = torch.randint(0, rows, (rows,), device="cuda")
+    w = torch.zeros(experts, 48, columns, dtype=x.dtype, device="cuda")
+    y = kernels.gathered_mm(x, w, ends, source)
+    kernels.gathered_mm_dx(y, w, ends, source)
+    kernels.gathered_mm_dw_of_input(y, x, ends, source)
+    kernels.gathered_mm_dw_of_output(y, x, ends, source)
+
+
+KINDS = {"casts": run, "nvfp4": run_nvfp4, "experts": run_experts}
 
 
 def main() -> None:

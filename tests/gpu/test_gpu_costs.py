@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +12,9 @@ from backstash.stash import PagePool, Policy, Stash
 from stash_cases import assert_nothing_is_held
 from stash_gpu_cases import GPU, Step, assert_equal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("plain_memory")]
 
 PAGE = 16384
-
-
-@pytest.fixture(autouse=True)
-def plain_memory() -> Iterator[None]:
-    """Fresh memory is not filled: that would cost more than what is looked at."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def test_steps_that_spill_allocate_no_pinned_memory() -> None:

@@ -1,7 +1,10 @@
 """Grouped matmuls, sums and biases on a GPU against the reference on the CPU."""
 
+import importlib
+
 import pytest
 import torch
+from torch.nn import functional
 
 from backstash import kernels
 from grouped_cases import assert_rounded, by_half, by_split, defined, operands
@@ -12,11 +15,10 @@ from twin_cases import random_counts
 pytestmark = pytest.mark.gpu
 
 
-def assert_near(got, wanted, scale=1.0):
-    """Within bfloat16's rounding of the result and of the sum's size."""
-    torch.testing.assert_close(
-        got.cpu().double(), wanted.double(), rtol=1.6e-2, atol=1.6e-2 * scale
-    )
+def assert_near(got, wanted):
+    """Within two roundings to bfloat16 of the result and of a sum's terms."""
+    near = 2 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(got.cpu().double(), wanted.double(), rtol=near, atol=near)
 
 
 def whole_numbers(rows, columns):
@@ -67,6 +69,25 @@ def test_odd_sizes_give_the_definition(counts, dtype):
     ):
         assert got.dtype is dtype
         assert_rounded(got, want, terms)
+
+
+@by_split
+@pytest.mark.parametrize(("k", "n"), [(64, 256), (65, 131)], ids=str)
+def test_torchs_matmuls_of_another_gpu_give_the_definition(counts, k, n, monkeypatch):
+    multiply, called = functional.grouped_mm, []
+
+    def counted(*operands, **options):
+        called.append(operands)
+        return multiply(*operands, **options)
+
+    monkeypatch.setattr(functional, "grouped_mm", counted)
+    ours = importlib.import_module("backstash.kernels.grouped_matmul")
+    monkeypatch.setattr(ours, "_is_for_hopper", lambda x: False)
+    x, dy, w, ends = operands(counts, k, n, torch.bfloat16)
+    wanted = defined(counts, x, dy, w)
+    for got, want, terms in zip(products(x, dy, w, ends), wanted, (k, n, max(counts)), strict=True):
+        assert_rounded(got, want, terms)
+    assert len(called) == 3
 
 
 def test_weights_stored_the_other_way_round_and_views_give_the_same():

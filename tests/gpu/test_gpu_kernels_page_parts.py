@@ -36,8 +36,8 @@ def sources(shift: int = 0) -> list[Tensor]:
 def test_bytes_and_values_of_one_launch_are_those_of_the_reference(
     rows: int, page: int, shift: int
 ) -> None:
-    found = []
-    for pool in (Pool(0, 30_000, page, reference), gpu_pool(0, 30_000, page)):
+    found, pages = [], 30_000 * 64 // page + 100
+    for pool in (Pool(0, pages, page, reference), gpu_pool(0, pages, page)):
         device = str(pool.device)
         given = [source.to(device) for source in sources(shift)]
         if shift and device != "cpu":

@@ -90,4 +90,5 @@ def test_rows_that_one_side_alone_mixed_are_unmixed():
     plain = codes_of(KINDS["nvfp4"], COLUMNS, x, None)
     got = kernels.quantized_mm_dw(on_gpu(rotated), on_gpu(plain), None, torch.float32)
     wanted = kernels.quantized_mm_dw(rotated, plain, None, torch.float32)
-    torch.testing.assert_close(got.cpu(), wanted, rtol=1.3e-6, atol=1e-4)
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(got.cpu(), wanted, rtol=8 * eps, atol=16 * len(dy) * eps)

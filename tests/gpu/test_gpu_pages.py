@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,20 +15,9 @@ from pages_cases import Pool, check_restored, gpu_pool, random_bytes, random_pro
 from stash_cases import assert_nothing_is_held
 from stash_gpu_cases import Step, assert_equal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("plain_memory")]
 
 GPU = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def plain_memory() -> Iterator[None]:
-    """Deterministic mode fills fresh memory, which is slow for gigabytes and hides no bug here."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("page", [16, 64, 4096, 65536])
@@ -44,7 +30,8 @@ def test_every_page_is_free_or_held_once_in_any_program(page: int, seed: int) ->
 @pytest.mark.parametrize("page", [16, 256, 65536])
 def test_a_launch_leaves_what_the_reference_leaves(page: int, shift: int) -> None:
     widths, capacities, valid = [48, 4, 1, 4096, 16], [900, 7000, 3, 300, 1], [700, 7001, 0, 299, 1]
-    pools = [Pool(400, 90000, page, reference), gpu_pool(400, 90000, page)]
+    on_host = 90_000 * 16 // page + 100
+    pools = [Pool(400, on_host, page, reference), gpu_pool(400, on_host, page)]
     tables = []
     for pool in pools:
         device = str(pool.device)

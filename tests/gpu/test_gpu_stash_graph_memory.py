@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import backstash as bs
 from backstash.stash import CapturedStep, PagePool, Stash, StepState
 from stash_gpu_cases import CAPACITY, GPU, WIDTH, Layers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("plain_memory")]
 
 PAGE = 16384
 SHALLOW, DEEP = 4, 28
@@ -20,15 +19,6 @@ ROWS = 512
 #: The allocator takes memory from the device in such pieces, a graph has its own, and cuts them
 #: otherwise.  Without a stash a layer would hold more than twice as much.
 PIECE, SLACK = 20 * 2**20, 1.4
-
-
-@pytest.fixture(autouse=True)
-def plain_memory() -> Iterator[None]:
-    """A graph must not hold what only the tests add: fresh memory that is filled."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
 class Measured:
