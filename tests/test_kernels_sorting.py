@@ -42,13 +42,15 @@ def test_rows_are_counted_and_sorted_as_by_the_reference(size, dtype, first, dev
     with no_host_reads(device):
         got = twin("sort_by_expert")(expert_TK, experts)
         tally = twin("count_experts")(expert_TK, experts)
-        of_tally = twin("sort_by_expert")(expert_TK, experts, tally=tally)
+        ends = torch.full((experts,), -1, dtype=torch.int32, device=device)
+        of_tally = twin("sort_by_expert")(expert_TK, experts, tally=tally, ends_E=ends)
     for one, other in zip(got, wanted, strict=True):
         assert_twin_bytes(one, other)
     for one, other in zip(of_tally, wanted, strict=True):
         assert_twin_bytes(one, other)
     assert_twin_bytes(tally.counts_E, counts)
     assert torch.equal(counts, wanted[2])
+    assert torch.equal(ends.cpu(), counts.cumsum(0).int())
 
 
 @by_device
@@ -92,7 +94,9 @@ def test_rows_past_the_room_are_cut_off_and_those_of_no_copy_are_token_zero(rows
 @by_device
 def test_without_tokens_nobody_has_rows(device):
     none = torch.empty(0, 2, dtype=torch.int64, device=device)
-    source, slots, counts = twin("sort_by_expert")(none, 3)
+    ends = torch.full((3,), -1, dtype=torch.int32, device=device)
+    source, slots, counts = twin("sort_by_expert")(none, 3, ends_E=ends)
+    assert not ends.any()
     assert (source.shape, slots.shape, counts.tolist()) == ((0,), (0, 2), [0, 0, 0])
 
 

@@ -45,11 +45,9 @@ OURS = {
 }
 # Logits, scores, and the rows of this step; both gradients, of which one joins the experts'.
 OF_ROUTER, OF_ROUTER_BACKWARD = Counter(mm=1, _softmax=1, add_=1), Counter(mm=2, add=1)
-# The ends of groups, which are fit_groups on a GPU.
-ENDS = Counter(_to_copy=2, cumsum=1, clamp=1)
 #: Of torch, forward and backward.
 TORCHS = {
-    "all-experts": (OF_ROUTER + ENDS, OF_ROUTER_BACKWARD),
+    "all-experts": (OF_ROUTER, OF_ROUTER_BACKWARD),
     "one-rank": (OF_ROUTER, OF_ROUTER_BACKWARD),
 }
 DISPATCHERS = {

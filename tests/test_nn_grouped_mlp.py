@@ -238,7 +238,7 @@ def test_a_weight_that_is_elsewhere_or_quantized_is_not_cast_ahead() -> None:
         with quantized_model_init(recipe="float8_rowwise"):
             assert build().begin(torch.float32).ahead is None
         module = build()
-        module.fc2_weight = torch.nn.Parameter(Elsewhere(module.fc2_weight.detach()))
+        module.fc1_weight = torch.nn.Parameter(Elsewhere(module.fc1_weight.detach()))
         assert module.begin(torch.float32).ahead is None
 
 

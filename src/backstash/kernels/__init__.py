@@ -62,6 +62,7 @@ from backstash.kernels.reference.float8_rowwise import (
 )
 from backstash.kernels.reference.float8_turned import (
     Turned,
+    largest_of_parts,
     quantize_float8_rows_and_turned,
     quantize_float8_turned,
     quantize_float8_weight,
@@ -187,6 +188,7 @@ grouped_mm = by_device(grouped_mm, "grouped_matmul")
 grouped_mm_dw = by_device(grouped_mm_dw, "grouped_matmul")
 grouped_mm_dw_of_pages = by_device(grouped_mm_dw_of_pages, "gathered_matmul")
 grouped_mm_dx = by_device(grouped_mm_dx, "grouped_matmul")
+largest_of_parts = by_device(largest_of_parts, "float8_weights", FLOAT8_GPU)
 layer_norm = by_device(layer_norm, "norm")
 layer_norm_backward = by_device(layer_norm_backward, "norm")
 multiplies_pages = by_device(multiplies_pages, "gathered_matmul")
@@ -299,6 +301,7 @@ __all__ = [
     "grouped_mm_dw_of_pages",
     "grouped_mm_dx",
     "hadamard_matrix",
+    "largest_of_parts",
     "layer_norm",
     "layer_norm_backward",
     "multiplies_pages",

@@ -33,9 +33,10 @@ from backstash.kernels.reference.into import Into, noop_of
 from backstash.kernels.sizes import ceil_div
 
 _BLOCK = 128
-_STEP = 32
 # Columns of a program, columns of a thread side by side, warps.
 _COLUMNS, _TILE = (64, 8, 2), (128, 16, 4)
+# Rows of a block, and of a step of a program that makes values.
+_VALUES_TILE: dict[str, Any] = {"B": _BLOCK, "BR": 32, "num_warps": 8}
 
 
 @triton.jit
@@ -320,7 +321,6 @@ def _dequantize(
     rows, columns = codes_MK.shape
     y_MK = torch.empty(rows, columns, dtype=dtype, device=codes_MK.device)
     along_rows, down_columns, in_tiles = scales_inv
-    tile: dict[str, Any] = {"B": _BLOCK, "BR": _STEP}
     programs = block_count(rows, ends_G, _BLOCK) * ceil_div(columns, _BLOCK)
     if programs:
         _write_values(
@@ -335,6 +335,6 @@ def _dequantize(
             rows,
             columns,
             codes_MK.stride(0),
-            **tile,
+            **_VALUES_TILE,
         )
     return y_MK

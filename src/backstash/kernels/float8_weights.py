@@ -30,6 +30,7 @@ from backstash.kernels.cast.pairs import high_half, larger_pair, low_half, magni
 from backstash.kernels.cast.scales import scale_of, scaling_of
 from backstash.kernels.float8_rowwise import column_amax, quantize_float8_rows
 from backstash.kernels.launches import Launcher
+from backstash.kernels.reference import float8_turned as reference
 from backstash.kernels.reference.float8_turned import WeightRows, noted_dtype
 from backstash.kernels.sizes import ceil_div
 
@@ -191,7 +192,8 @@ def _noted_kernel(
     o_scale = group * K + i_column
     amax = tl.load(p_amax + o_scale, mask=m_column, other=0).to(tl.float32)
     scale, inverse = scale_of(amax, largest, epsilon, value_for_inf, exact)
-    tl.store(p_scale_inv + o_scale, inverse, mask=m_column & (i_block == 0))
+    # One program for all of a column's tiles.
+    tl.store(p_scale_inv + o_scale, inverse, mask=i_column < tl.where(i_block == 0, K, 0))
     # Turned while it has 16 bits: there are instructions for that.
     codes = (tl.trans(w).to(tl.float32) * scale[:, None]).to(p_codes.dtype.element_ty)
     p_tile = p_codes + o_scale[:, None] * N + i_row[None, :]
@@ -205,7 +207,7 @@ _note, _find_top = Launcher(_noting_kernel), Launcher(_top_kernel)
 def quantize_float8_weight_rows(
     w_GNK: Tensor, code_dtype: torch.dtype, *, epsilon: float = 0.0, power_of_two: bool = False
 ) -> WeightRows:
-    """The rows of all experts, and the largest magnitude of each of their columns."""
+    """The rows of all experts, and what their columns have at most, part by part."""
     w_GNK = w_GNK.contiguous()
     G, N, K = w_GNK.shape
     is_whole = K % 2 == 0 and K <= _MOST_COLUMNS and w_GNK.data_ptr() % 4 == 0
@@ -214,18 +216,29 @@ def quantize_float8_weight_rows(
         rows = quantize_float8_rows(w_GNK.flatten(0, 1), code_dtype, **options)
         ends_G = torch.arange(1, G + 1, dtype=torch.int32, device=w_GNK.device) * N
         amax_GK = column_amax(w_GNK.flatten(0, 1), ends_G)
-        return WeightRows(*rows, amax_GK.to(noted_dtype(w_GNK)))
+        return WeightRows(*rows, amax_GK.unsqueeze(1).to(noted_dtype(w_GNK)))
     codes = torch.empty(G * N, K, dtype=torch.uint8, device=w_GNK.device)
     scale_inv = torch.empty(G * N, 1, dtype=torch.float32, device=w_GNK.device)
-    amax_GK = torch.empty(G, K, dtype=w_GNK.dtype, device=w_GNK.device)
-    parts, words = ceil_div(N, _NOTING_TILE["R"]), K // 2
-    words_PW = torch.empty(G * parts, words, dtype=torch.int32, device=w_GNK.device)
+    parts = ceil_div(N, _NOTING_TILE["R"])
+    parts_GPK = torch.empty(G, parts, K, dtype=w_GNK.dtype, device=w_GNK.device)
     scaling = scaling_of(code_dtype, epsilon, power_of_two=power_of_two)
-    given = w_GNK.view(torch.int32), codes.view(code_dtype), scale_inv, words_PW
+    words = w_GNK.view(torch.int32), parts_GPK.view(torch.int32)
+    given = words[0], codes.view(code_dtype), scale_inv, words[1]
     chunks = {"CHUNKS": ceil_div(K, _NOTING_TILE["BI"])}
     _note(G * parts, *given, N, K, parts, *scaling, **chunks, **_NOTING_TILE)
-    _find_top(G * ceil_div(words, _TOP_TILE["BW"]), words_PW, amax_GK, words, parts, **_TOP_TILE)
-    return WeightRows(codes, scale_inv, amax_GK)
+    return WeightRows(codes, scale_inv, parts_GPK)
+
+
+def largest_of_parts(parts_GPK: Tensor) -> Tensor:
+    """The largest magnitudes ``(G, K)`` of what :func:`quantize_float8_weight_rows` noted."""
+    G, parts, K = parts_GPK.shape
+    if parts_GPK.dtype is not torch.bfloat16 or K % 2 or not parts_GPK.is_contiguous():
+        return reference.largest_of_parts(parts_GPK)
+    amax_GK = torch.empty(G, K, dtype=parts_GPK.dtype, device=parts_GPK.device)
+    if programs := G * ceil_div(K // 2, _TOP_TILE["BW"]):
+        words = parts_GPK.view(torch.int32)
+        _find_top(programs, words, amax_GK, K // 2, parts, **_TOP_TILE)
+    return amax_GK
 
 
 def quantize_float8_weight(

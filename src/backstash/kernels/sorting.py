@@ -85,6 +85,7 @@ def _place_kernel(
     p_total,
     p_source,
     p_slots,
+    p_ends,
     rows,
     experts,
     first,
@@ -100,7 +101,13 @@ def _place_kernel(
     total = tl.load(p_total + i_expert, mask=m_expert, other=0)
     o_count = tl.program_id(0) * count_stride
     before = tl.load(p_count + o_count + i_expert, mask=m_expert, other=0)
-    place = tl.cumsum(total, 0) - total + before
+    end = tl.cumsum(total, 0)
+    if p_ends is not None:
+        # One program for all.
+        tl.store(
+            p_ends + i_expert, end, mask=i_expert < tl.where(tl.program_id(0) == 0, experts, 0)
+        )
+    place = end - total + before
     # Nobody's rows come after everybody's; of the rows before this block the others are nobody's.
     last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0)
     for step in range(0, B, STEP):
@@ -137,11 +144,15 @@ def sort_by_expert(
     first: int = 0,
     tally: Tally | None = None,
     rows: int | None = None,
+    *,
+    ends_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one."""
     check_experts("sort_by_expert", expert_TK)
     if num_experts > _MOST_EXPERTS:
-        return reference_permute.sort_by_expert(expert_TK, num_experts, first, rows=rows)
+        return reference_permute.sort_by_expert(
+            expert_TK, num_experts, first, rows=rows, ends_E=ends_E
+        )
     count_SB, total_E = _counts_of(expert_TK, num_experts, first, tally)
     expert_TK = expert_TK.contiguous()
     new = {"dtype": torch.int64, "device": expert_TK.device}
@@ -149,6 +160,8 @@ def sort_by_expert(
     rows = copies if rows is None else rows
     # What no copy is for is row 0; where there is none, nothing has to be written first.
     source_R = torch.zeros(rows, **new) if rows > copies else torch.empty(rows, **new)
+    if not copies and ends_E is not None:
+        ends_E.zero_()
     if copies:
         _place(
             count_SB.shape[0],
@@ -157,6 +170,7 @@ def sort_by_expert(
             total_E,
             source_R,
             slots_TK,
+            ends_E,
             copies,
             num_experts,
             first,

@@ -152,9 +152,14 @@ class Local:
             return self._fill_buffer(x_TH, routing)
         num_experts = routing.counts_E.shape[0]
         expert_TK, tally = routing.expert_TK, routing.tally
-        source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts, tally=tally)
-        rows = RowMap(source_R, slots_TK)
-        return Dispatched(x_TH, counts_E, rows.weights(routing.prob_TK), rows)
+        # The ends are kept for backward, and so have memory of their own.
+        ends_E = expert_TK.new_empty(num_experts, dtype=torch.int32)
+        source_R, slots_TK, counts_E = kernels.sort_by_expert(
+            expert_TK, num_experts, tally=tally, ends_E=ends_E
+        )
+        rows, added_up = RowMap(source_R, slots_TK), AddedUp(ends_E, source_R.shape[0])
+        prob_R = rows.weights(routing.prob_TK)
+        return Dispatched(x_TH, counts_E, prob_R, rows, added_up=added_up)
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """Add up each token's rows, if the experts have not."""

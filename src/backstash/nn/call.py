@@ -31,11 +31,11 @@ Kept = Tensor | QuantizedTensor | GroupedTensor
 class CastWeight(NamedTuple):
     """A weight as forward multiplies it, and what was noted of it for backward.
 
-    ``amax_GK`` is the largest magnitude of each column of each group; None where nobody noted it.
+    ``parts_GPK`` are the largest magnitudes of each column, part by part; None where nobody noted.
     """
 
     rows: Tensor
-    amax_GK: Tensor | None = None
+    parts_GPK: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Call:
             return None
         if full_GNK.ndim != 3 or self._column_usage is not Usage.COLUMNWISE:
             return None
-        codes, scale_inv, amax_GK = kernels.quantize_float8_weight_rows(
+        codes, scale_inv, parts_GPK = kernels.quantize_float8_weight_rows(
             full_GNK.detach(),
             format.code.dtype,
             epsilon=format.epsilon,
@@ -109,7 +109,7 @@ class Call:
             shape=full_GNK.shape,
             dtype=full_GNK.dtype,
         )
-        return CastWeight(rows, amax_GK)
+        return CastWeight(rows, parts_GPK)
 
     def columns(
         self, operand: Operand, x: Tensor | Columns, ends_G: Tensor | None = None

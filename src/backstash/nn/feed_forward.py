@@ -79,7 +79,7 @@ class Noted(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Both weights as forward multiplies them, cast before the rows were known."""
+    """Both weights as forward multiplies them, cast before the rows are known."""
 
     fc1: Once[CastWeight]
     fc2: Once[CastWeight]
@@ -135,7 +135,7 @@ class FeedForward:
     activation: str
 
     def cast(self, weights: Weights, *, is_noted: bool) -> Ahead | None:
-        """Cast both weights, which takes nothing of the rows; None where the recipe casts neither.
+        """Cast both weights, which takes nothing of the rows; None where one of them is not cast.
 
         ``is_noted`` where backward will follow.
         """
@@ -143,12 +143,11 @@ class FeedForward:
         if not all(projection.casts(weight) for projection, weight in both):
             return None
         with torch.no_grad():
-            return Ahead(
-                *(
-                    Once(projection.cast(weight, (weight.shape[-1], 3), is_noted=is_noted))
-                    for projection, weight in both
-                )
+            fc1, fc2 = (
+                Once(projection.cast(weight, (weight.shape[-1], 3), is_noted=is_noted))
+                for projection, weight in both
             )
+        return Ahead(fc1, fc2)
 
     def forward(
         self,
@@ -158,7 +157,10 @@ class FeedForward:
         wanted: Wanted,
         ahead: Ahead | None = None,
     ) -> Output:
-        """Give the output and what to save; ``x_rows`` is as the first matmul reads it."""
+        """Give the output and what to save; ``x_rows`` is as the first matmul reads it.
+
+        ``ahead`` is what :meth:`cast` gave before.
+        """
         first, second = (None, None) if ahead is None else ahead
         fc1 = self.fc1, weights.fc1_weight, weights.fc1_bias
         h_TF, fc1_amax = _product(fc1, x_rows, rows.ends_G, first, is_noted=wanted.x)
@@ -181,8 +183,9 @@ class FeedForward:
         a_rows = activated_rows(self.fc2.call, h_TF, rows.prob_T, self.activation, rows.ends_G)
         fc2_bias = weights.fc2_bias if rows.prob_T is None else None
         fc2 = self.fc2, weights.fc2_weight, fc2_bias
-        a_rows = Once(a_rows)
-        y_TH, amax_GK = _product(fc2, a_rows, rows.ends_G, ahead, is_noted=is_noted)
+        given: Once[Tensor | Gathered] = Once(a_rows)
+        del a_rows
+        y_TH, amax_GK = _product(fc2, given, rows.ends_G, ahead, is_noted=is_noted)
         if weights.fc2_bias is not None and rows.prob_T is not None:
             bias_TH = _bias_rows(y_TH, weights.fc2_bias, rows)
             y_TH = y_TH + (bias_TH * _valid(rows.prob_T, rows).unsqueeze(1)).to(y_TH.dtype)
@@ -309,7 +312,7 @@ def _product(
     matmul: tuple[Projection, Tensor, Tensor | None],
     x_rows: Once[Tensor | Gathered],
     ends_G: Tensor | None,
-    ahead: Once[CastWeight] | None,
+    ahead: Once[CastWeight] | None = None,
     *,
     is_noted: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -322,7 +325,10 @@ def _product(
         dims = 2 if ends_G is None else 3
         cast = projection.cast(weight, (x.shape[-1], dims), is_noted=is_noted)
     y = projection.multiply(x, cast.rows, bias, ends_G)
-    return y, cast.amax_GK if is_noted else None
+    if not is_noted or cast.parts_GPK is None:
+        return y, None
+    # After the product, which a GPU should not have to wait for.
+    return y, kernels.largest_of_parts(cast.parts_GPK)
 
 
 def checked_activation(activation: str) -> str:

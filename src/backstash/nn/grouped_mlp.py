@@ -261,8 +261,8 @@ class GroupedMLP(Layer):
         :meth:`forward` takes what this gives, once.
         """
         begun = self._begin(dtype)
-        weights = Weights(self.fc1_weight, None, self.fc2_weight, None)
         is_noted = self.keep(begun.feed_forward.fc1.call) is not Keep.NOTHING
+        weights = Weights(self.fc1_weight, None, self.fc2_weight, None)
         return begun._replace(ahead=begun.feed_forward.cast(weights, is_noted=is_noted))
 
     @uncompiled

@@ -65,13 +65,14 @@ class WeightRows(NamedTuple):
     Attributes:
         codes: ``(G * N, K)`` as bytes.
         scale_inv: ``(G * N, 1)``.
-        amax_GK: The largest magnitude of each column of each expert, in the weight's dtype, or in
-            float32 where that has more bits; NaN is ignored.
+        parts_GPK: Of each part of an expert's rows the largest of each column, in magnitude, in the
+            weight's dtype, or in float32 where that has more bits.  NaN is ignored, but where a
+            part has nothing else.
     """
 
     codes: Tensor
     scale_inv: Tensor
-    amax_GK: Tensor
+    parts_GPK: Tensor
 
 
 def quantize_float8_rows_and_turned(
@@ -98,7 +99,12 @@ def quantize_float8_weight_rows(
     """The rows of ``quantize_float8_rows``, and the largest magnitudes of each expert's columns."""
     options: dict[str, Any] = {"epsilon": epsilon, "power_of_two": power_of_two}
     rows = quantize_float8_rows(w_GNK.flatten(0, 1), code_dtype, **options)
-    return WeightRows(*rows, _largest_of_columns(w_GNK).to(noted_dtype(w_GNK)))
+    return WeightRows(*rows, _largest_of_columns(w_GNK).unsqueeze(1).to(noted_dtype(w_GNK)))
+
+
+def largest_of_parts(parts_GPK: Tensor) -> Tensor:
+    """The largest magnitudes ``(G, K)`` of what :func:`quantize_float8_weight_rows` noted."""
+    return parts_GPK.abs().nan_to_num(0, posinf=float("inf")).amax(1)
 
 
 def noted_dtype(w_GNK: Tensor) -> torch.dtype:
@@ -116,7 +122,7 @@ def quantize_float8_weight(
 ) -> tuple[Tensor, Tensor]:
     """The columns of each expert's weight as rows, with a scale for each.
 
-    ``amax_GK`` is what :func:`quantize_float8_weight_rows` noted of this weight, if it did.
+    ``amax_GK`` is :func:`largest_of_parts` of this weight, if its parts were noted.
 
     Returns:
         Codes ``(G, K, N)`` and inverse scales ``(G, K)``: those of ``quantize_float8_columns``

@@ -24,6 +24,8 @@ def sort_by_expert(
     first: int = 0,
     tally: Tally | None = None,
     rows: int | None = None,
+    *,
+    ends_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the copies of the tokens by expert, keeping the order of ``(t, k)`` inside one.
 
@@ -37,6 +39,7 @@ def sort_by_expert(
             is of no use here, and not looked at.
         rows: How many rows ``source_R`` has; None for one a copy.  Copies past them are cut off,
             and rows that are no copy's name token 0.
+        ends_E: Int32 ``(E,)``, if given filled with where the rows of each expert end.
 
     Returns:
         ``source_R`` int64, ``slots_TK`` int64 and ``counts_E`` int32.
@@ -63,8 +66,10 @@ def sort_by_expert(
     source_R = order_R.div(max(expert_TK.shape[1], 1), rounding_mode="floor")
     expert_E = torch.arange(num_experts, device=expert_R.device, dtype=expert_R.dtype)
     # The rows are sorted, so an expert's end is found by bisection: no atomics, no host read.
-    ends_E = torch.searchsorted(sorted_R, expert_E, right=True, out_int32=True)
-    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+    found_E = torch.searchsorted(sorted_R, expert_E, right=True, out_int32=True)
+    if ends_E is not None:
+        ends_E.copy_(found_E)
+    counts_E = torch.diff(found_E, prepend=found_E.new_zeros(1))
     missing = 0 if rows is None else rows - source_R.shape[0]
     return F.pad(source_R, (0, missing)), slots_R.view(expert_TK.shape), counts_E
 
