@@ -37,7 +37,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a language model. Start from a preset and override what should differ."""
+    """A run: that of a preset or of a folder, and what should differ."""
 
     preset: Literal["demo", "small", "tiny"] | None = None
     """Run to start from: demo (two minutes on a CPU), tiny (seconds), small (hours)."""
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train a language model, from a preset or from options."""
+    """Train a language model. Start from a preset and override what should differ."""
     config = _train_config("train", arguments)
     session = importlib.import_module("backstash.train.session")
     outcome: Outcome = session.train(config)
@@ -115,7 +115,12 @@ def _finish(outcome: Outcome) -> None:
 def generate(arguments: Sequence[str]) -> int:
     """Write text with a trained model."""
     module = importlib.import_module("backstash.train.generate")
-    config = tyro.cli(module.GenerateConfig, prog="backstash generate", args=list(arguments))
+    config = tyro.cli(
+        module.GenerateConfig,
+        prog="backstash generate",
+        description=generate.__doc__,
+        args=list(arguments),
+    )
     for text in module.generate_from_run(config):
         print(text, end="", flush=True)
     print()
@@ -123,7 +128,7 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def estimate(arguments: Sequence[str]) -> int:
-    """Say what a run will need, without running it."""
+    """Say what a run will need, without running it. Its options are those of train."""
     config = _train_config("estimate", arguments)
     if config.stash:
         importlib.import_module("backstash.train.stash").check_takes(config)
@@ -194,6 +199,7 @@ def _train_config(command: str, arguments: Sequence[str]) -> TrainConfig:
     options: Any = tyro.cli(
         TrainOptions,
         prog=f"backstash {command}",
+        description=COMMANDS[command].__doc__,
         args=list(arguments),
         default=TrainOptions(config=base),
     )
