@@ -75,3 +75,20 @@ def test_the_ends_of_experts_in_a_shard_are_those_of_the_weight_moved_and_clippe
 def test_what_is_no_weight_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="choose other parameters with filter="):
         Layout.even(torch.Size(shape), 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "block", "counts"),
+    [
+        ((5, 3), Split.ROWS, 1, (2, 2, 1, 0)),
+        ((130, 3), Split.ROWS, 32, (64, 64, 2, 0)),
+        ((3, 2, 3), Split.EXPERTS, 1, (2, 2, 2, 0)),
+        ((5, 2, 3), Split.EXPERTS, 32, (4, 4, 2, 0)),
+        ((2, 64, 3), Split.ROWS, 32, (32, 32, 32, 32)),
+    ],
+    ids=str,
+)
+def test_shards_are_as_even_as_whole_blocks_and_experts_allow(
+    shape: tuple[int, ...], split: Split, block: int, counts: tuple[int, ...]
+) -> None:
+    assert Layout.even(torch.Size(shape), 4, split=split, block=block).counts == counts
