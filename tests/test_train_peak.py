@@ -72,6 +72,14 @@ def test_earlier_passes_leave_their_gradients(dtype: Any) -> None:
     assert grown["the optimizer steps"] == 0
 
 
+def test_with_a_scale_a_row_wide_experts_have_less_of_their_gradients_at_once() -> None:
+    current, rowwise = (
+        dataclasses.replace(large(dtype="bfloat16", model={"hidden": 256}), recipe=recipe)
+        for recipe in ("float8_current", "float8_rowwise")
+    )
+    assert peak_bytes(rowwise) < peak_bytes(current)
+
+
 def test_recomputation_saves_inputs_and_one_layer() -> None:
     assert peak_bytes(large(recompute="reentrant")) < peak_bytes(large())
 
@@ -100,6 +108,12 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers, float8": {"recipe": "float8_current", "model": {"capacity_factor": 2.0}},
     "buffers, stash, mxfp8": {
         **{"recipe": "mxfp8", "stash": True, "model": {"capacity_factor": 2.0}}
+    },
+    "float8_rowwise": {"recipe": "float8_rowwise"},
+    "buffers, float8_rowwise": {"recipe": "float8_rowwise", "model": {"capacity_factor": 2.0}},
+    "stash, float8_rowwise": {"recipe": "float8_rowwise", "stash": True},
+    "buffers, stash, float8_rowwise": {
+        **{"recipe": "float8_rowwise", "stash": True, "model": {"capacity_factor": 2.0}}
     },
     "shared": {"model": {"shared_width": 512}},
     "shared, stash": {"stash": True, "model": {"shared_width": 512, "capacity_factor": 2.0}},

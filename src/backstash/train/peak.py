@@ -15,7 +15,9 @@ workspaces of the matmul library.  What comes on top is largest in one of six mo
 
 A layer's experts work in buffers of all rows there is room for.  They hold most of them either
 at the activation (the gradients of output, activation and pre-activation) or behind it (those of
-output, pre-activation and input, and copies of operands as the matmul reads them).
+output, pre-activation and input, and copies of operands as the matmul reads them).  With a float8
+scale for each row the pre-activation's gradient has no values, only codes, unless the
+pre-activation is read in a stash's pages.
 
 Letters: C rows that there is room for, H model features, F columns of the pre-activation and I
 of the activation.
@@ -25,7 +27,14 @@ from __future__ import annotations
 
 import torch
 
-from backstash.formats import Format, HighPrecisionFormat, MXFP8Format, NVFP4Format, Usage
+from backstash.formats import (
+    Float8Rowwise,
+    Format,
+    HighPrecisionFormat,
+    MXFP8Format,
+    NVFP4Format,
+    Usage,
+)
 from backstash.recipes import Operand
 from backstash.stash import Sizing
 from backstash.train.config import TrainConfig
@@ -210,16 +219,28 @@ def _working_bytes(config: TrainConfig, freed: int) -> int:
     is_gathered = model.capacity_factor is None
     name = layer_name(0, "moe.experts.fc1")
     gradient = kept_format(config, Operand.GRADIENT, name)
-    is_exact = isinstance(gradient, HighPrecisionFormat)
     # In high precision gathered rows are never there as a whole: the matmuls gather them.
     output = 0 if is_gathered else rows * H * itemsize
-    at_activation = output + rows * 3 * inner * itemsize
     weights = 3 * model.experts * H * inner * itemsize
-    behind = rows * 2 * inner * itemsize - freed + weights
-    behind += layer_input_bytes(config) if is_gathered else 2 * output
-    if not is_exact:
+    behind = weights - freed + (layer_input_bytes(config) if is_gathered else 2 * output)
+    if not isinstance(gradient, HighPrecisionFormat):
         behind += _operand_bytes(config, gradient, name)
-    return max(at_activation, behind)
+    if not _is_coded(config, gradient):
+        values = rows * 2 * inner * itemsize
+        return max(output + rows * inner * itemsize + values, behind + values)
+    # Codes of the output's gradient, and those that are made of its activation's: the columns of
+    # the activation, and the pre-activation's gradient both ways.
+    output += forward_tokens(config) * H if is_gathered else 2 * rows * H
+    return max(output + rows * inner * (itemsize + 5), behind)
+
+
+def _is_coded(config: TrainConfig, gradient: Format) -> bool:
+    """Is the gradient of the pre-activation there as codes alone?
+
+    For that the pre-activation has to be a tensor, and not rows in a stash's pages.
+    """
+    hidden, *_ = expert_buffers(config, 0, buffer_rows(config))
+    return isinstance(gradient, Float8Rowwise) and not _taken(config, [hidden])
 
 
 def _operand_bytes(config: TrainConfig, gradient: Format, name: str) -> int:
@@ -228,11 +249,13 @@ def _operand_bytes(config: TrainConfig, gradient: Format, name: str) -> int:
     columns = 2 * model.expert_width
     # Units that multiply float8 read turned codes; for others there are values.
     is_decoded = isinstance(gradient, MXFP8Format | NVFP4Format)
-    item = itemsize_of(config) if is_decoded else 1
+    read = rows * (columns + model.hidden) * (itemsize_of(config) if is_decoded else 1)
+    if isinstance(gradient, Float8Rowwise):
+        return read  # made turned
     codes = _code_bytes(config, gradient, (rows, columns))
     if model.capacity_factor is None:
         codes += _code_bytes(config, kept_format(config, Operand.INPUT, name), (rows, model.hidden))
-    return codes + rows * (columns + model.hidden) * item
+    return codes + read
 
 
 def _attention_working(config: TrainConfig) -> int:
