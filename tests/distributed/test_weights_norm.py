@@ -139,3 +139,14 @@ def test_the_norm_of_very_large_and_very_small_gradients_is_right(size: float) -
 def test_no_parameters_or_no_norm_is_refused(count: int, norm_type: float) -> None:
     with pytest.raises(ConfigError, match="needs parameters and a norm above zero"):
         gradient_norm([nn.Parameter(torch.zeros(2))] * count, norm_type)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None, "1"], ids=repr)
+def test_a_norm_that_gradients_cannot_have_is_refused_before_anything_is_clipped(
+    max_norm: Any,
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    with pytest.raises(ConfigError, match="max_norm must be a number of at least 0, got"):
+        clip_gradients_([weight], max_norm)
+    assert torch.equal(weight.grad, torch.ones(3))

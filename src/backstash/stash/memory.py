@@ -71,6 +71,11 @@ def pool_device(device: torch.device | str | None) -> torch.device:
     chosen = default_device() if device is None else torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise DeviceError(f"a pool is on a CPU or a CUDA GPU, got {chosen}; choose one of them")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            f"a pool on {chosen} needs a CUDA GPU, and PyTorch sees none; pass device='cpu' to try "
+            "a stash without one"
+        )
     if chosen.type == "cuda" and not has_triton():
         raise DeviceError("a pool on a GPU needs Triton, which is not there; install it")
     if chosen.type == "cuda" and chosen.index is None:

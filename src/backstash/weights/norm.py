@@ -86,8 +86,14 @@ def clip_gradients_(
         The norm before, as :func:`gradient_norm` gives it for the same arguments.
 
     Raises:
-        ConfigError, PeerError: As :func:`gradient_norm`.
+        ConfigError: ``max_norm`` is no number of at least 0, or as :func:`gradient_norm`.
+        PeerError: As :func:`gradient_norm`.
     """
+    if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise ConfigError(
+            f"max_norm must be a number of at least 0, got {max_norm!r}; pass float('inf') to "
+            "leave gradients as they are"
+        )
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type, **across)
     # Torch multiplies a list of gradients at once, and those of ``fully_shard`` only by themselves.
