@@ -15,6 +15,7 @@ from backstash import bench
 from backstash.bench import moe
 from backstash.bench.moe import Case, Contest, Shape
 from backstash.bench.workloads import IMBALANCES, Load
+from backstash.errors import ConfigError
 from backstash.recipes import recipe_names
 
 CPU = torch.device("cpu")
@@ -47,11 +48,25 @@ def test_a_run_prints_the_ratio_first_and_appends_a_line_a_row(
         assert set(line["errors"]) == {"y", "x", "router", "fc1", "fc2"}
         assert line["device"]
         assert line["ours"]["peak_bytes"] is None
+        assert line["queued"] is None
         for who, time in (("ours", "ours_us"), ("plain", "theirs_us")):
             for factor, pair, rate in ((6, "forward", "forward"), (18, "pair", "step")):
                 flop = factor * 32 * 2 * 32 * 16
                 wanted = flop / (line[pair][time] * 1e-6) / 1e12
                 assert math.isclose(line[who][f"{rate}_tflops"], wanted, rel_tol=1e-9)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_only_the_chosen_rows_are_measured(tmp_path: Path) -> None:
+    chosen = ["--only", "mxfp8", "hot_rank"]
+    assert bench.main(["moe", "--results", str(tmp_path), "--repeats", "1", *chosen]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
+    assert [line["what"] for line in lines] == [
+        "tiny, mxfp8, balanced",
+        "tiny, high_precision, hot_rank",
+    ]
+    with pytest.raises(ConfigError, match="no row's name contains 'lukewarm'"):
+        moe.measure(1, ["lukewarm"])
 
 
 @pytest.mark.parametrize("imbalance", IMBALANCES)
@@ -118,6 +133,9 @@ def test_only_the_large_shape_on_a_gpu_is_promised_anything() -> None:
 def test_on_a_gpu_a_step_is_timed_to_its_end_and_its_peak_is_known() -> None:
     shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
     row = moe.measure_case(Case(shape=shape), torch.device("cuda"), repeats=2)
+    assert row.queued is not None
+    assert row.queued.ours_us > 0
+    assert row.queued.theirs_us > 0
     for cost in (row.ours, row.plain):
         assert cost.peak_bytes is not None
         assert cost.peak_bytes > cost.saved_bytes

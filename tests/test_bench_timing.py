@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from backstash.bench import timing
 
@@ -70,3 +71,21 @@ def test_the_collector_is_left_as_it_was() -> None:
     assert gc.isenabled()
     timing.time_pair(lambda: None, lambda: None, repeats=1)
     assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_queued_call_is_one_of_several() -> None:
+    calls = {"ours": 0, "theirs": 0}
+    x = torch.zeros(2**20, device="cuda")
+
+    def counted(name: str, times: int) -> Callable[[], None]:
+        def run() -> None:
+            calls[name] += 1
+            for _ in range(times):
+                x.add_(1)
+
+        return run
+
+    pair = timing.time_queued(counted("ours", 1), counted("theirs", 20), repeats=5, calls=8)
+    assert calls["ours"] == calls["theirs"] == 8 * (5 + 2)
+    assert 0 < pair.ours_us < pair.theirs_us

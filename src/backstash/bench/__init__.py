@@ -30,7 +30,7 @@ CASES: Mapping[str, ModuleType] = {
     "stash_step": stash_step,
     "weights": weights,
 }
-CHOOSING = ("stash", "stash_step")
+CHOOSING = ("moe", "stash", "stash_step")
 MOST_REPEATS = 10_000
 MOST_JOBS = 256
 
@@ -54,7 +54,7 @@ class Options:
     jobs: int = 1
     """How many trainings run at once; recipes only."""
     only: tuple[str, ...] = ()
-    """Parts of names: only rows that contain one are measured; stash and stash_step only."""
+    """Parts of names: only rows that contain one are measured; moe, stash and stash_step only."""
 
     def __post_init__(self) -> None:
         if self.case not in CASES:
@@ -70,8 +70,7 @@ class Options:
             )
         if self.only and self.case not in CHOOSING:
             raise ConfigError(
-                f"rows can be chosen in {' and '.join(CHOOSING)}, not in {self.case}; "
-                "leave --only out"
+                f"rows can be chosen in {', '.join(CHOOSING)}, not in {self.case}; leave --only out"
             )
 
 

@@ -6,9 +6,10 @@ experts, ``index_add``.  Both have the same weights and get the same tokens and 
 choices, at every imbalance; both pay for choosing.
 
 A step needs 18 T K H I floating-point operations, the forward 6 of them; what a layer does
-beyond that, quantizing or gathering, makes its rate lower.  *Saved* is what autograd keeps
-for backward without the weights, counted storage by storage; *peak* is what a step takes on
-a GPU beyond what was there before.
+beyond that, quantizing or gathering, makes its rate lower.  A step is waited for, so a GPU starts
+idle and its host counts; *queued* are steps one behind the other, as those of a model's layers.
+*Saved* is what autograd keeps for backward without the weights, counted storage by storage; *peak*
+is what a step takes on a GPU beyond what was there before.
 
 Letters: T tokens, K experts a token, H features, I features inside an expert, E experts, R
 rows (T * K).
@@ -17,8 +18,9 @@ rows (T * K).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from backstash.bench.choice import chosen
 from backstash.bench.record import Row
-from backstash.bench.timing import Pair, time_pair
+from backstash.bench.timing import Pair, time_pair, time_queued
 from backstash.bench.workloads import IMBALANCES, Load, ScriptedRouter, router_choices
 from backstash.device import default_device, device_name
 from backstash.moe import MoE
@@ -118,6 +121,11 @@ class Case:
     imbalance: str = "balanced"
     target: float | None = None
 
+    @property
+    def what(self) -> str:
+        """Its name."""
+        return f"{self.shape.name}, {self.recipe}, {self.imbalance}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -142,6 +150,8 @@ class LayerRow(Row):
     recipe: str
     imbalance: str
     forward: Pair
+    queued: Pair | None
+    """By the GPU's own clock; ``None`` on a CPU."""
     ours: Cost
     plain: Cost
     errors: Mapping[str, float]
@@ -281,10 +291,15 @@ class Contest:
         return run
 
 
-def measure(repeats: int) -> list[LayerRow]:
-    """Measure every case, after both layers were seen to agree in it."""
+def measure(repeats: int, only: Sequence[str] = ()) -> Iterator[LayerRow]:
+    """Measure every case, or those that are chosen, after both layers were seen to agree in it.
+
+    Raises:
+        ConfigError: No case's name contains one of the texts of ``only``.
+    """
     device = default_device()
-    return [measure_case(case, device, repeats) for case in cases(device.type)]
+    names = {case.what: case for case in cases(device.type)}
+    return (measure_case(names[name], device, repeats) for name in chosen([*names], only))
 
 
 def cases(device_type: str) -> list[Case]:
@@ -305,10 +320,12 @@ def measure_case(case: Case, device: torch.device, repeats: int) -> LayerRow:
     ours, plain = contest.forward_ours, contest.forward_plain
     errors = contest.check_outputs()
     forward = contest.time(ours, plain, repeats)
-    step = contest.time(lambda: contest.step(ours)[0], lambda: contest.step(plain)[0], repeats)
+    our_step, plain_step = (functools.partial(contest.step, layer) for layer in (ours, plain))
+    step = contest.time(our_step, plain_step, repeats)
+    queued = time_queued(our_step, plain_step, repeats) if device.type == "cuda" else None
     return LayerRow(
         case="moe",
-        what=f"{case.shape.name}, {case.recipe}, {case.imbalance}",
+        what=case.what,
         values=case.shape.rows,
         target=case.target,
         pair=step,
@@ -320,6 +337,7 @@ def measure_case(case: Case, device: torch.device, repeats: int) -> LayerRow:
         recipe=case.recipe,
         imbalance=case.imbalance,
         forward=forward,
+        queued=queued,
         ours=contest.cost(ours, forward.ours_us, step.ours_us),
         plain=contest.cost(plain, forward.theirs_us, step.theirs_us),
         errors=errors,
@@ -352,7 +370,7 @@ def show(rows: list[LayerRow]) -> None:
             title=f"a step of one MoE layer ({shape}), against grouped_mm and index_add",
             caption="second lines: quartiles of the ratio, plain PyTorch, imbalance",
         )
-        for header in ("ratio", "wanted", "ms", "TFLOP/s", "saved MB", "peak MB"):
+        for header in ("ratio", "wanted", "ms", "queued", "TFLOP/s", "saved MB", "peak MB"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("recipe")
         for row in of_shape:
@@ -361,11 +379,12 @@ def show(rows: list[LayerRow]) -> None:
 
 
 def _cells(row: LayerRow) -> list[str]:
-    pair, ours, plain = row.pair, row.ours, row.plain
+    pair, queued, ours, plain = row.pair, row.queued, row.ours, row.plain
     return [
         f"[bold]{pair.ratio:.2f}[/bold]\n{pair.ratio_low:.2g}-{pair.ratio_high:.2g}",
         "" if row.target is None else f"≤ {row.target:.2f}",
         f"{pair.ours_us / 1000:.2f}\n{pair.theirs_us / 1000:.2f}",
+        "-" if queued is None else f"{queued.ours_us / 1000:.2f}\n{queued.theirs_us / 1000:.2f}",
         f"{_rate(ours.step_tflops)}\n{_rate(plain.step_tflops)}",
         f"{_megabytes(ours.saved_bytes)}\n{_megabytes(plain.saved_bytes)}",
         f"{_megabytes(ours.peak_bytes)}\n{_megabytes(plain.peak_bytes)}",

@@ -88,6 +88,22 @@ def time_gpu_turns(
     return pair_of_turns(turns[2:])  # the first two warm up
 
 
+def time_queued(
+    ours: Callable[[], object], theirs: Callable[[], object], repeats: int, calls: int = 4
+) -> Pair:
+    """Time one of ``calls`` calls that a GPU is given one behind the other, by its own clock."""
+
+    def several(function: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(calls):
+                function()
+
+        return run
+
+    pair = time_gpu_turns(several(ours), several(theirs), repeats)
+    return dataclasses.replace(pair, ours_us=pair.ours_us / calls, theirs_us=pair.theirs_us / calls)
+
+
 def pair_of_turns(turns: list[tuple[float, float]]) -> Pair:
     """Medians and quartiles of (ours, theirs) in microseconds, one a turn."""
     ratios = sorted(first / second for first, second in turns)
