@@ -253,7 +253,7 @@ class Contest:
         return errors
 
     def time(
-        self, forward: Callable[[], Tensor], plain: Callable[[], Tensor], repeats: int
+        self, forward: Callable[[], object], plain: Callable[[], object], repeats: int
     ) -> Pair:
         """Time two functions of this device in turns."""
         return time_pair(self._finished(forward), self._finished(plain), repeats)
