@@ -27,8 +27,9 @@ def test_every_imbalance_gives_the_same_gradients(imbalance: str, factor: float)
         step.advance()
     # A rank without rows has the same loss whoever got them.
     assert (len(set(losses)) > 1) == (imbalance != "idle_rank")
-    # The newest stays where it is once a step has been seen.
-    assert stash.stats().batches == SHAPE.layers * stash_step.STEPS - (stash_step.STEPS - 1)
+    # Every layer computes in pages what it saves.
+    assert stash.stats().claimed == SHAPE.layers * stash_step.STEPS
+    assert stash.stats().batches == 0
     assert stash.is_idle
 
 
@@ -59,12 +60,25 @@ def test_gradients_that_differ_in_a_bit_are_not_timed() -> None:
         stash_step.check_gradients("a step", [torch.zeros(2)], [])
 
 
-def test_the_peak_is_the_larger_of_backward_with_one_layer_whole_and_forward_with_two() -> None:
-    layer = SHAPE.capacity(2.0) * sum(SHAPE.row_bytes)
-    backward = stash_step.Peaks(forward=0, whole=5 * layer)
-    assert backward.with_stash(SHAPE, 2.0, 7) == 5 * layer - (SHAPE.layers - 1) * layer + 7
-    forward = stash_step.Peaks(forward=5 * layer, whole=5 * layer)
-    assert forward.with_stash(SHAPE, 2.0, 7) == 5 * layer - (SHAPE.layers - 2) * layer + 7
+@pytest.mark.parametrize("moment", stash_step.Peaks._fields)
+def test_the_peak_is_the_largest_moment_without_what_is_in_pages(moment: str) -> None:
+    rows = SHAPE.capacity(2.0)
+    saved = SHAPE.layers * rows * 4 * (SHAPE.hidden + 2 * SHAPE.ffn)
+    least = stash_step.Peaks(2 * saved, 2 * saved, 2 * saved - rows * SHAPE.preactivation_bytes)
+    peaks = least._replace(**{moment: getattr(least, moment) + 3})
+    assert peaks.with_stash(SHAPE, 2.0, 7) == saved + 3 + 7
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peaks_of_the_parts_are_those_of_the_step() -> None:
+    step = stash_step.Step(SHAPE, 2.0, "balanced", torch.device("cuda"))
+    step.run(None)
+    peaks = stash_step._peaks_of(step, lambda: step.run(None))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step.run(None)
+    assert peaks is not None
+    assert max(peaks) == torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.usefixtures("one_case")

@@ -92,12 +92,15 @@ def test_output_and_every_gradient_are_those_of_the_kept_experts_alone(keep, cho
     capacity = capacity_rows(local, len(choice), kept)
     copies, came = kept_copies(choice, keep, capacity)
     sent = local.dispatch(x, routing)
-    assert sent.x.shape == (capacity, H)
+    assert sent.rows is not None
+    assert sent.x is x
+    assert sent.rows.rows == capacity
     assert sent.counts_E.tolist() == [sum(c[0] == g for c in copies) for g in range(kept)]
     assert sent.counts_E.dtype is torch.int32
     assert sent.overflow is not None
     assert sent.overflow.tolist() == [came > capacity]
-    y = local.combine(experts(sent.x, sent.counts_E, sent.prob_R), sent)
+    rows = experts(sent.x, sent.counts_E, sent.prob_R, rows=sent.rows)
+    y = local.combine(rows, sent)
     wanted = define(experts, x, routing.prob_TK, copies)
     torch.testing.assert_close(y, wanted)
     seen = {t for _, t, _ in copies}
@@ -118,9 +121,10 @@ def test_rows_and_weights_are_copies_in_the_order_of_the_experts(keep):
     choice = CHOICES["random"]
     local, _, x, routing = make(choice, capacity_factor=2.0, keep_experts=keep)
     sent = local.dispatch(x, routing)
-    copies, _ = kept_copies(choice, keep, sent.x.shape[0])
+    assert sent.rows is not None
+    copies, _ = kept_copies(choice, keep, sent.rows.rows)
     for r, (_, t, k) in enumerate(copies):
-        assert torch.equal(sent.x[r], x[t])
+        assert sent.rows.source_R[r] == t
         assert sent.prob_R[r] == routing.prob_TK[t, k]
 
 
@@ -130,20 +134,18 @@ def test_what_lies_in_rows_that_are_not_there_changes_nothing(choice, factor):
     """Expert outputs, and the gradients that come back, are NaN where nobody wrote them."""
     local, _, x, routing = make(choice, capacity_factor=factor, keep_experts=(4, 2))
     sent = local.dispatch(x, routing)
-    is_there = torch.arange(sent.x.shape[0]) < sent.counts_E.sum()
+    assert sent.rows is not None
+    x_RH, prob_R = x.detach()[sent.rows.source_R], sent.prob_R
+    is_there = torch.arange(len(x_RH)) < sent.counts_E.sum()
 
-    def through(y_RH, prob_R, tail):
-        y_RH = torch.where(is_there.unsqueeze(1), y_RH * prob_R.unsqueeze(1), tail)
+    def through(tail):
+        y_RH = torch.where(is_there.unsqueeze(1), x_RH * prob_R.unsqueeze(1), tail)
         y = local.combine(y_RH, sent)
-        dy = torch.ones_like(y)
-        drows = torch.autograd.grad(y, [sent.x, sent.prob_R], dy, retain_graph=True)
-        tails = [d.masked_fill(~is_there.view(-1, *[1] * (d.ndim - 1)), tail) for d in drows]
-        outputs, inputs = [sent.x, sent.prob_R], [x, routing.prob_TK]
-        return y, *torch.autograd.grad(outputs, inputs, tails, retain_graph=True)
+        (dprob_R,) = torch.autograd.grad(y, [prob_R], torch.ones_like(y), retain_graph=True)
+        dprob_R = dprob_R.masked_fill(~is_there, tail)
+        return y, *torch.autograd.grad(prob_R, [routing.prob_TK], dprob_R, retain_graph=True)
 
-    for clean, poisoned in zip(
-        through(sent.x, sent.prob_R, 0.0), through(sent.x, sent.prob_R, math.nan), strict=True
-    ):
+    for clean, poisoned in zip(through(0.0), through(math.nan), strict=True):
         assert torch.equal(clean, poisoned)
 
 

@@ -23,8 +23,9 @@ from backstash.stash import PagePool, Stash
 from backstash.stash.streams import OneLane
 
 MORE = MOST_RELEASED
-#: Of an expert layer: its input, its pre-activation and its routing weights.
-BUFFERS = 3
+LAUNCHES = ("claim_slabs", "stash_pages", "restore_pages", "release_pages", "finish_moves")
+IN_SLABS = ("permute_into_slabs", "grouped_mm_in_slabs", "activate_slabs")
+PLAIN = ("permute", "grouped_mm", "activate")
 
 
 class Counting(OneLane):
@@ -103,7 +104,7 @@ def costs(layers: int, monkeypatch: pytest.MonkeyPatch, *, stashing: bool) -> Co
         patch.setattr(module, name, counted)
 
     with monkeypatch.context() as patch:
-        for name in ("stash_pages", "restore_pages", "release_pages", "finish_moves"):
+        for name in (*LAUNCHES, *IN_SLABS, *PLAIN):
             counting(kernels, name)
         for module in (paged_rows, activation):
             counting(module, "page_values")
@@ -112,29 +113,59 @@ def costs(layers: int, monkeypatch: pytest.MonkeyPatch, *, stashing: bool) -> Co
     return lanes.counts + operations.counts
 
 
-def test_eight_layers_more_cost_as_many_calls_as_eight_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def of_eight_more(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What eight layers more cost with a stash, less what they cost without."""
     more: Counter[str] = Counter()
     for layers, sign in ((6 + MORE, 1), (6, -1)):
         for stashing in (True, False):
             found = costs(layers, monkeypatch, stashing=stashing)
             for name, count in found.items():
                 more[name] += count * sign * (1 if stashing else -1)
-    assert {name: count for name, count in more.items() if count} == {
+    return {name: count for name, count in more.items() if count}
+
+
+def test_layers_that_compute_in_pages_cost_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = 2  # input and pre-activation
+    assert of_eight_more(monkeypatch) == {
+        # One claims slabs, in which all else computes, and one gives all of them back.
+        "claim_slabs": MORE,
+        **dict.fromkeys(IN_SLABS, MORE),
+        **dict.fromkeys(PLAIN, -MORE),
+        "release_pages": 1,
+        "page_values": buffers * MORE,
+        # The lane waits for the ends of the groups, and what computes waits for the lane.
+        "events": 2 * MORE + 1,
+        "waits": 2 * MORE + 1,
+        "changes of stream": MORE + 1,
+        # A table with room for how far groups are shifted, and where in it the two are.
+        "aten.slice.Tensor": 3 * MORE,
+        "aten.view.dtype": MORE,
+        # The table, what stands for each tensor that is saved, and for each that is read.
+        "aten.empty.memory_format": (1 + 2 * buffers) * MORE,
+        # The routing weights stay where they are, without their graph.
+        "aten.detach.default": MORE,
+    }
+
+
+def test_eight_layers_more_cost_as_many_calls_as_eight_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Stash, "claim", lambda *_: None)
+    buffers = 3  # input, pre-activation and routing weights
+    assert of_eight_more(monkeypatch) == {
         # One copies them, one makes what matmuls have left, and one gives all of them back.
         "stash_pages": MORE,
         "finish_moves": MORE,
         "release_pages": 1,
-        "page_values": BUFFERS * MORE,
+        "page_values": buffers * MORE,
         # All is there, and all is copied; the lane waits for the first, a matmul for the second.
         "events": 2 * MORE + 1,
         "waits": 2 * MORE + 1,
         "changes of stream": MORE + 1,
-        # The original as bytes, and pages as words; two of what is detached are torch's own.
-        "aten.detach.default": (BUFFERS + 2) * MORE,
-        "aten.view.default": BUFFERS * MORE,
-        "aten.view.dtype": (BUFFERS + 1) * MORE,
+        # The original as bytes, and pages as words; three of what is detached are torch's own.
+        "aten.detach.default": (buffers + 3) * MORE,
+        "aten.view.default": buffers * MORE,
+        "aten.view.dtype": (buffers + 1) * MORE,
         # A table, a list of moves, and what stands for a tensor that is read in its pages.
-        "aten.empty.memory_format": (2 + BUFFERS) * MORE,
+        "aten.empty.memory_format": (2 + buffers) * MORE,
     }

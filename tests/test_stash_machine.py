@@ -23,7 +23,7 @@ from torch import Tensor
 
 import backstash as bs
 from backstash import kernels
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages
 from backstash.stash import Policy, Stash
 from stash_cases import assert_nothing_is_held, pool
 
@@ -134,7 +134,7 @@ class Stashing(RuleBasedStateMachine):
             rows = self.stash.read(value.handle, lambda paged: True)
             if is_last:
                 value.handle = None
-            value.compare(kernels.page_values(rows) if isinstance(rows, PagedRows) else rows)
+            value.compare(kernels.page_values(rows) if isinstance(rows, InPages) else rows)
 
     @rule(value=consumes(values))
     def drop(self, value: Given) -> None:

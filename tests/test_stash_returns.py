@@ -11,7 +11,7 @@ from torch import Tensor
 import backstash as bs
 from backstash import kernels
 from backstash.errors import ModifiedError
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages, PagedRows
 from backstash.stash import Policy, Stash
 from backstash.stash.batch import Saved
 from stash_cases import (
@@ -39,7 +39,7 @@ def saved(kept: Stash, *, rows: int = 20, **options: Any) -> tuple[Tensor, Saved
     return x, handle
 
 
-def fits(paged: PagedRows) -> bool:
+def fits(paged: InPages) -> bool:
     return True
 
 

@@ -11,6 +11,7 @@ from backstash.kernels.reference.activation import (
     ActivationGradients,
     activate,
     activate_backward,
+    activate_slabs,
     activates_pages,
 )
 from backstash.kernels.reference.activation_float8 import (
@@ -107,6 +108,7 @@ from backstash.kernels.reference.nvfp4_columns import (
     nvfp4_column_ends,
 )
 from backstash.kernels.reference.paged_rows import (
+    InPages,
     PagedRows,
     grouped_mm_dw_of_pages,
     multiplies_pages,
@@ -144,12 +146,23 @@ from backstash.kernels.reference.routing import (
     weigh_experts_backward,
 )
 from backstash.kernels.reference.row_weights import weights_to_copies, weights_to_rows
+from backstash.kernels.reference.slabs import (
+    Slabs,
+    claim_slabs,
+    grouped_mm_in_slabs,
+    has_slabs,
+    permute_into_slabs,
+    slab_values,
+    slab_width,
+    slabs_for,
+)
 from backstash.kernels.reference.tables import sharing_tables
 from backstash.kernels.reference.transpose import transpose_codes
 
 # Each operation with a Triton twin, and the file of that twin.
 activate = by_device(activate, "activation")
 activate_backward = by_device(activate_backward, "activation")
+activate_slabs = by_device(activate_slabs, "slab_activation")
 activates_pages = by_device(activates_pages, "activation")
 activate_backward_float8 = by_device(
     activate_backward_float8, "activation_float8_backward", FLOAT8_GPU
@@ -158,6 +171,7 @@ activate_float8 = by_device(activate_float8, "activation_float8", FLOAT8_GPU)
 add_group_bias = by_device(add_group_bias, "grouped_matmul")
 amax = by_device(amax, "cast", FLOAT8_GPU)
 bfloat16_parts = by_device(bfloat16_parts, "routing")
+claim_slabs = by_device(claim_slabs, "slabs")
 column_amax = by_device(column_amax, "float8_rowwise", FLOAT8_GPU)
 count_experts = by_device(count_experts, "sorting")
 dequantize_block_columns = by_device(dequantize_block_columns, "float8_block", FLOAT8_GPU)
@@ -187,12 +201,15 @@ group_sum = by_device(group_sum, "grouped_matmul")
 grouped_mm = by_device(grouped_mm, "grouped_matmul")
 grouped_mm_dw = by_device(grouped_mm_dw, "grouped_matmul")
 grouped_mm_dw_of_pages = by_device(grouped_mm_dw_of_pages, "gathered_matmul")
+grouped_mm_in_slabs = by_device(grouped_mm_in_slabs, "slabs")
 grouped_mm_dx = by_device(grouped_mm_dx, "grouped_matmul")
+has_slabs = by_device(has_slabs, "slabs")
 largest_of_parts = by_device(largest_of_parts, "float8_weights", FLOAT8_GPU)
 layer_norm = by_device(layer_norm, "norm")
 layer_norm_backward = by_device(layer_norm_backward, "norm")
 multiplies_pages = by_device(multiplies_pages, "gathered_matmul")
 permute = by_device(permute, "permutation")
+permute_into_slabs = by_device(permute_into_slabs, "slabs")
 quantize_block_both = by_device(quantize_block_both, "float8_block", FLOAT8_GPU)
 quantize_block_columns = by_device(quantize_block_columns, "float8_block", FLOAT8_GPU)
 quantize_block_rows = by_device(quantize_block_rows, "float8_block", FLOAT8_GPU)
@@ -251,24 +268,28 @@ __all__ = [
     "Blocks",
     "Codes",
     "Fitted",
+    "InPages",
     "Into",
     "Moves",
     "PagedRows",
     "PoolState",
     "Scaled",
     "Scaling",
+    "Slabs",
     "Tally",
     "Turned",
     "activate",
     "activate_backward",
     "activate_backward_float8",
     "activate_float8",
+    "activate_slabs",
     "activates_pages",
     "add_group_bias",
     "amax",
     "bfloat16_parts",
     "block_ends",
     "carrying",
+    "claim_slabs",
     "column_amax",
     "count_experts",
     "dequantize_block_columns",
@@ -300,7 +321,9 @@ __all__ = [
     "grouped_mm_dw",
     "grouped_mm_dw_of_pages",
     "grouped_mm_dx",
+    "grouped_mm_in_slabs",
     "hadamard_matrix",
+    "has_slabs",
     "largest_of_parts",
     "layer_norm",
     "layer_norm_backward",
@@ -312,6 +335,7 @@ __all__ = [
     "page_payload",
     "page_values",
     "permute",
+    "permute_into_slabs",
     "quantize_block_both",
     "quantize_block_columns",
     "quantize_block_rows",
@@ -343,6 +367,9 @@ __all__ = [
     "row_groups",
     "scale_from_amax",
     "sharing_tables",
+    "slab_values",
+    "slab_width",
+    "slabs_for",
     "sort_by_expert",
     "stash_pages",
     "table_length",

@@ -29,8 +29,11 @@ from backstash.kernels.reference.activation import (
     check_activation,
     curve_name,
 )
-from backstash.kernels.reference.paged_rows import PagedRows
+from backstash.kernels.reference.paged_rows import InPages, PagedRows
+from backstash.kernels.reference.slabs import Slabs
 from backstash.kernels.sizes import ceil_div, next_power_of_2
+from backstash.kernels.slabs import find_slab, padded_rows
+from backstash.kernels.slabs import lookup_of as slabs_of
 
 _ROWS = 8
 _COLUMNS = 256
@@ -120,11 +123,14 @@ def _activate_backward_kernel(
     h_host,
     prob_pages,
     prob_host,
+    h_slabs,
     CURVE: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
     H_PAGE: tl.constexpr,
     PROB_PAGE: tl.constexpr,
+    BG: tl.constexpr,
+    H_SLAB: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     valid = rows
@@ -142,6 +148,8 @@ def _activate_backward_kernel(
             return
     m_row = i_row < valid
     m_h = i_row < in_pages if H_PAGE else m_row
+    if H_SLAB:
+        i_padded = padded_rows(h_slabs, i_row, m_row, p_ends, groups, rows, BG)
     dprob = tl.zeros([BT, BI], tl.float32)
     prob = tl.zeros([BT], tl.float32)
     if PROB_PAGE:
@@ -163,6 +171,14 @@ def _activate_backward_kernel(
             if p_dup is not None:
                 o_up = o_gate + columns
                 p_ups = find_values(h_pages, h_host, o_up, m_h, H_PAGE)[:, None] + i_chunk
+        elif H_SLAB:
+            i_chunk = tl.arange(0, BI)[None, :]
+            p_row, is_there = find_slab(h_slabs, i_padded, first, H_SLAB)
+            mask_h = (m_row & is_there)[:, None]
+            p_gates = p_row[:, None] + i_chunk
+            if p_dup is not None:
+                p_row, _ = find_slab(h_slabs, i_padded, columns + first, H_SLAB)
+                p_ups = p_row[:, None] + i_chunk
         else:
             mask_h = mask
             o_h = i_row[:, None] * h_stride + i_column[None, :]
@@ -235,7 +251,7 @@ def activate(
 
 def activate_backward(
     da_TI: Tensor,
-    h_TF: Tensor | PagedRows,
+    h_TF: Tensor | InPages,
     prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
@@ -250,11 +266,12 @@ def activate_backward(
         return reference.activate_backward(da_TI, h_TF, prob_T, activation, into, ends_G)
     check_activation(h_TF, prob_T, activation, da_TI)
     da_TI = unit_columns(da_TI)
-    h_pages, h_host = _lookup(h_TF)
+    h_pages, h_host = _lookup(None if isinstance(h_TF, Slabs) else h_TF)
     prob_pages, prob_host = _lookup(prob_T)
     gate_TI = up_TI = None
-    if isinstance(h_TF, PagedRows):
+    if isinstance(h_TF, InPages):
         h_stride = h_TF.shape[1]
+        ends_G = h_TF.ends_G if isinstance(h_TF, Slabs) else ends_G
     else:
         h_TF = unit_columns(h_TF)
         gate_TI, up_TI = halves(h_TF, activation)
@@ -286,17 +303,20 @@ def activate_backward(
             h_host,
             prob_pages,
             prob_host,
-            H_PAGE=_values_a_page(h_TF),
+            slabs_of(h_TF) if isinstance(h_TF, Slabs) else None,
+            H_PAGE=_values_a_page(None if isinstance(h_TF, Slabs) else h_TF),
             PROB_PAGE=_values_a_page(prob_T),
-            **_tile(columns, activation),
+            **_tile_of(h_TF, columns, activation),
         )
     elif dprob_T is not None:
         dprob_T.zero_()  # rows without columns add up to nothing
     return dh_TF, dprob_T
 
 
-def activates_pages(paged: PagedRows, activation: str) -> bool:
+def activates_pages(paged: InPages, activation: str) -> bool:
     """Does :func:`activate_backward` read this pre-activation, or these weights, where they are?"""
+    if isinstance(paged, Slabs):
+        return True
     if paged.dtype is torch.float64 or paged.dtype.itemsize > paged.page_bytes:
         return False
     if len(paged.shape) == 1:
@@ -314,8 +334,16 @@ def _values_a_page(value: Tensor | PagedRows | None) -> int:
     return value.page_bytes // value.dtype.itemsize if isinstance(value, PagedRows) else 0
 
 
+def _tile_of(h_TF: Tensor | InPages, columns: int, activation: str) -> dict[str, Any]:
+    tile = _tile(columns, activation)
+    if not isinstance(h_TF, Slabs):
+        return {**tile, "BG": 0, "H_SLAB": 0}
+    groups, width = next_power_of_2(len(h_TF.ends_G)), h_TF.pages().shape[1]
+    return {**tile, "BG": groups, "H_SLAB": width}
+
+
 def _new_gradients(
-    da_TI: Tensor, h_TF: Tensor | PagedRows, prob_T: Tensor | PagedRows | None
+    da_TI: Tensor, h_TF: Tensor | InPages, prob_T: Tensor | PagedRows | None
 ) -> ActivationGradients:
     # Rows are side by side, however those of the values lie.
     dh_TF = da_TI.new_empty(h_TF.shape, dtype=h_TF.dtype)

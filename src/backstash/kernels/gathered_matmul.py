@@ -18,7 +18,8 @@ from backstash.kernels.paged_rows import is_in_chunks
 from backstash.kernels.permutation import permute
 from backstash.kernels.reference.gathered_mm import check_source
 from backstash.kernels.reference.grouped_mm import check_grouped, check_grouped_dw
-from backstash.kernels.reference.paged_rows import PagedRows
+from backstash.kernels.reference.paged_rows import InPages
+from backstash.kernels.reference.slabs import Slabs
 
 try:
     from backstash.kernels.gathered_columns import (
@@ -28,6 +29,7 @@ try:
         multiply_paged_columns,
     )
     from backstash.kernels.gathered_rows import multiply_gathered_rows
+    from backstash.kernels.slab_columns import multiply_slab_columns
     from backstash.kernels.warpgroups import DTYPES, aligned, is_aligned
 except (ImportError, AttributeError):
     # Gluon is new in Triton and still changes its names.
@@ -78,19 +80,23 @@ def gathered_mm_dw_of_output(
     return multiply_gathered_columns(dy_TN, aligned(x_RK), source_R, ends_G, Copies.OF_GRADIENT)
 
 
-def multiplies_pages(paged: PagedRows) -> bool:
+def multiplies_pages(paged: InPages) -> bool:
     """Does :func:`grouped_mm_dw_of_pages` read this matrix where it is?"""
+    if isinstance(paged, Slabs):
+        return True
     if paged.dtype not in DTYPES or len(paged.shape) != 2 or not is_in_chunks(paged, CHUNK):
         return False
     return capability(paged.device)[0] == _HOPPER
 
 
-def grouped_mm_dw_of_pages(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tensor:
+def grouped_mm_dw_of_pages(dy_TN: Tensor, x: InPages, ends_G: Tensor) -> Tensor:
     """Give the gradient of a weight whose rows are in pages: ``dw[g] = dy[g].T @ x[g]``."""
     check_grouped_dw(dy_TN, dy_TN.new_empty(1, dtype=x.dtype).expand(x.shape), ends_G)
     groups = ends_G.shape[0]
     if not (dy_TN.numel() and groups):
         return dy_TN.new_zeros(groups, dy_TN.shape[1], x.shape[1])
+    if isinstance(x, Slabs):
+        return multiply_slab_columns(aligned(dy_TN), x, ends_G)
     return multiply_paged_columns(aligned(dy_TN), x, ends_G)
 
 

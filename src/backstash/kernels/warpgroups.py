@@ -257,6 +257,20 @@ def store_block(c_desc, c_smem, total, group, row, column, HALF: gl.constexpr, B
 
 
 @gluon.jit
+def store_slab(c_desc, c_smem, total, row, column, HALF: gl.constexpr, BN: gl.constexpr):
+    """Store a warpgroup's part of a tile into a slab, all of its rows."""
+    low, high = _halves(total.to(c_desc.dtype), HALF, BN)
+    tma.store_wait(0)
+    c_smem.store(low)
+    fence_async_shared()
+    async_store(c_desc, [row, column], c_smem)
+    tma.store_wait(0)
+    c_smem.store(high)
+    fence_async_shared()
+    async_store(c_desc, [row, column + BN // 2], c_smem)
+
+
+@gluon.jit
 def _halves(value, HALF: gl.constexpr, BN: gl.constexpr):
     """The left and the right half of the columns: there is room in shared memory for one."""
     return value.reshape([HALF, 2, BN // 2]).permute(0, 2, 1).split()

@@ -60,18 +60,23 @@ class Dispatched:
     """What the experts of this rank work on."""
 
     x: Tensor
-    """Rows in the experts' order, or, with ``rows``, the tokens they are gathered from."""
+    """Rows in the experts' order, or, with ``rows``, the tokens that they are copies of."""
     counts_E: Tensor
     """int32: rows of each expert of this rank, on the device."""
     prob_R: Tensor
     """Weight of each row, in the experts' order."""
     rows: RowMap | None
-    """How rows and tokens correspond, for experts that gather and add up themselves; ``None`` if
-    ``x`` is rows already."""
+    """How rows and tokens correspond, for experts that gather, or fill their buffer, themselves;
+    ``None`` if ``x`` is rows already."""
     buffer: Buffer | None = None
-    """What is known of ``x`` where it is a buffer that may be partly empty."""
+    """What is known of the experts' rows where they are in a buffer that may be partly empty."""
     added_up: AddedUp | None = None
     """The counts as running ends, from a dispatcher that has them."""
+
+    @property
+    def is_combined_inside(self) -> bool:
+        """Do the experts add up what belongs to a token?  They do where they gather tokens."""
+        return self.rows is not None and self.buffer is None
 
     @property
     def splits_E(self) -> Tensor | AddedUp:
@@ -98,7 +103,8 @@ class Dispatcher(Protocol):
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """Add up the experts' rows into ``(T, H)``, the tokens' order.
 
-        With ``sent.rows`` the experts have done that, and ``y`` is ``(T, H)`` already.
+        Where :attr:`Dispatched.is_combined_inside` the experts have done that, and ``y`` is
+        ``(T, H)`` already.
         """
         ...
 
@@ -175,12 +181,12 @@ class Local:
         # Rows that are not there are of token 0: they have to be gathered from somewhere.
         source_R, slots_TK, counts_G = _sort(routing, keep, capacity)
         fitted = kernels.fit_groups(counts_G, capacity)
-        buffer = Buffer(RowMap(source_R, slots_TK), fitted.ends_G[-1:], fitted.overflow)
-        x_RH, prob_R = _Fill.apply(x_TH, routing.prob_TK, buffer)
-        for value in (x_RH, prob_R):
-            mark_grouped_tensor(value, buffer.valid)
-        added_up = AddedUp(fitted.ends_G, capacity)
-        return Dispatched(x_RH, fitted.counts_G, prob_R, None, buffer, added_up)
+        valid = fitted.ends_G[-1:]
+        rows = RowMap(source_R, slots_TK, valid)
+        prob_R = rows.weights(routing.prob_TK)
+        mark_grouped_tensor(prob_R, valid)
+        buffer, added_up = Buffer(rows, valid, fitted.overflow), AddedUp(fitted.ends_G, capacity)
+        return Dispatched(x_TH, fitted.counts_G, prob_R, rows, buffer, added_up)
 
     def _capacity_rows(self, routing: Routing, kept: int) -> int:
         rows = routing.expert_TK.numel()
@@ -231,31 +237,6 @@ def _numbers_among(expert_TK: Tensor, keep: Sequence[int]) -> Tensor:
         is_in_TK = (expert_TK >= experts[0]) & (expert_TK <= experts[-1])
         number_TK = torch.where(is_in_TK, expert_TK - shift, number_TK)
     return number_TK
-
-
-class _Fill(torch.autograd.Function):
-    """A buffer of rows, and of their weights, from tokens and from those of their copies.
-
-    Back, each token gets the sum over its rows that are there, and each copy its row's weight's
-    gradient: zero for one without a row.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, prob_TK: Tensor, buffer: Buffer) -> tuple[Tensor, Tensor]:
-        source_R, slots_TK = buffer.rows.source_R, buffer.rows.slots_TK
-        save_for_backward(ctx, slots_TK, buffer.valid)
-        prob_R = kernels.weights_to_rows(prob_TK, slots_TK, source_R.shape[0])
-        return kernels.permute(x_TH, source_R), prob_R
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dx_RH, dprob_R = grads
-        slots_TK, valid = saved_values(ctx)
-        needs_x, needs_prob, _ = ctx.needs_input_grad
-        dx_TH = kernels.unpermute(dx_RH, slots_TK, valid) if needs_x else None
-        dprob_TK = kernels.weights_to_copies(dprob_R, slots_TK, valid) if needs_prob else None
-        return dx_TH, dprob_TK, None
 
 
 class _Combine(torch.autograd.Function):

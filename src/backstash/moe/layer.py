@@ -140,13 +140,12 @@ class MoE(nn.Module):
         routing = self._with_losses(self.router(x_TH))
         sent = self.dispatcher.dispatch(x_TH, routing)
         self._latest.overflow = sent.overflow
-        is_gathered = sent.rows is not None
         y = self.experts(
             sent.x,
             sent.splits_E,
             sent.prob_R,
             rows=sent.rows,
-            combined=is_gathered,
+            combined=sent.is_combined_inside,
             begun=begun,
         )
         y_TH = self.dispatcher.combine(y, sent)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.formats import Float8Rowwise, Usage
+from backstash.kernels import Slabs
 from backstash.nn.call import Call
 from backstash.nn.operands import Columns
 from backstash.recipes import Operand, Phase
@@ -23,10 +24,13 @@ from backstash.tensors import QuantizedTensor
 
 
 def activated_rows(
-    call: Call, h_TF: Tensor, prob_T: Tensor | None, activation: str, ends_G: Tensor | None
+    call: Call, h_TF: Tensor | Slabs, prob_T: Tensor | None, activation: str, ends_G: Tensor | None
 ) -> Tensor:
     """The activation ``(T, I)`` as the matmul over its columns, ``call``, reads it."""
     format = call.format(Operand.INPUT, Phase.FORWARD)
+    if isinstance(h_TF, Slabs):
+        a_TI = kernels.activate_slabs(h_TF, prob_T, activation)
+        return call.rows(Operand.INPUT, a_TI, ends_G)
     if not isinstance(format, Float8Rowwise):
         a_TI = kernels.activate(h_TF, prob_T, activation, ends_G)
         return call.rows(Operand.INPUT, a_TI, ends_G)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError
-from backstash.formats import Float8Rowwise, Usage
-from backstash.kernels import PagedRows
+from backstash.formats import Float8Rowwise, HighPrecisionFormat, Usage
+from backstash.kernels import InPages, PagedRows, Slabs
 from backstash.nn.activated import BothWays, activated_rows, gradient_codes
 from backstash.nn.call import CastWeight, Kept
 from backstash.nn.gathered import Gathered, matrix
@@ -170,9 +170,30 @@ class FeedForward:
             return Output(y_TH, None, noted)
         return Output(y_TH, self.fc1.call.keep_preactivation(h_TF, rows.ends_G), noted)
 
+    def forward_in_slabs(self, x: Slabs, h: Slabs, weights: Weights, rows: Rows) -> Tensor:
+        """Give the output of rows in slabs, and write their ``h`` into others.
+
+        Only where :meth:`computes_in_slabs` says so.
+        """
+        self.fc1.forward_in_slabs(x, weights.fc1_weight, h)
+        return self._output(h, weights, rows)[0]
+
+    def computes_in_slabs(self, weights: Weights) -> bool:
+        """Whether all that writes or reads the input and ``h`` takes plain values in slabs."""
+        calls = (
+            (self.fc1.call, Operand.INPUT, Phase.FORWARD),
+            (self.fc1.call, Operand.INPUT, Phase.BACKWARD),
+            (self.fc1.call, Operand.WEIGHT, Phase.FORWARD),
+            (self.fc1.call, Operand.PREACTIVATION, Phase.BACKWARD),
+            (self.fc2.call, Operand.INPUT, Phase.FORWARD),
+        )
+        if weights.fc1_bias is not None or not self.fc1.multiplies_pages:
+            return False
+        return all(isinstance(c.format(o, p), HighPrecisionFormat) for c, o, p in calls)
+
     def _output(
         self,
-        h_TF: Tensor,
+        h_TF: Tensor | Slabs,
         weights: Weights,
         rows: Rows,
         ahead: Once[CastWeight] | None = None,
@@ -195,7 +216,7 @@ class FeedForward:
         self,
         dy_TH: Tensor | Gathered,
         kept_h: Once[Any],
-        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
+        read_x: Callable[[], Tensor | Columns | Gathered | InPages],
         parameters: tuple[Weights, Rows, Noted],
         wanted: Wanted,
     ) -> tuple[Tensor | None, Tensor | None, Weights]:
@@ -264,7 +285,7 @@ class FeedForward:
 
     def _formats_of_codes(
         self,
-        h_TF: Tensor | PagedRows,
+        h_TF: Tensor | InPages,
         dy_columns: Tensor | Columns | Gathered | None,
         rows: Rows,
         wanted: Wanted,
@@ -275,7 +296,7 @@ class FeedForward:
             return None
         if not isinstance(dy_columns, Columns) or isinstance(rows.prob_T, PagedRows):
             return None
-        if isinstance(h_TF, PagedRows) or not self.fc1.reads_turned(
+        if isinstance(h_TF, InPages) or not self.fc1.reads_turned(
             h_TF, dy_columns.shape[1], ends_G
         ):
             return None

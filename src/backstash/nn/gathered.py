@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backstash import kernels
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages
 from backstash.tensors import QuantizedTensor
 
 # The most bytes of rows that are there at a time; each piece reads the other operand again.
@@ -62,13 +62,13 @@ def matrix(x: Tensor | Gathered) -> Tensor:
 
 
 def weight_gradient(
-    dy_RN: Tensor | Gathered, x_RK: Tensor | Gathered | PagedRows, ends_G: Tensor
+    dy_RN: Tensor | Gathered, x_RK: Tensor | Gathered | InPages, ends_G: Tensor
 ) -> Tensor:
     """``dy^T x`` of each group ``(G, N, K)``, from plain values.
 
     Of one side rows are gathered, or those of ``x`` are in pages.
     """
-    if isinstance(x_RK, PagedRows):
+    if isinstance(x_RK, InPages):
         return kernels.grouped_mm_dw_of_pages(matrix(dy_RN), x_RK, ends_G)
     if isinstance(dy_RN, Gathered):
         values_TN, source_R = dy_RN.values_TH, dy_RN.source_R

@@ -11,8 +11,6 @@ features, F columns of the pre-activation, I columns of the activation, G groups
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from backstash import kernels
 from backstash.errors import ConfigError, DeviceError, DtypeError, ShapeError
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages
 from backstash.nn.experts import join_experts, split_experts
 from backstash.nn.feed_forward import (
     Ahead,
@@ -28,13 +26,13 @@ from backstash.nn.feed_forward import (
     Noted,
     Once,
     Rows,
-    Wanted,
     Weights,
     checked_activation,
     preactivation_columns,
 )
 from backstash.nn.gathered import Gathered
 from backstash.nn.group_ends import Counts, group_ends
+from backstash.nn.grouped_plan import Placement, Plan
 from backstash.nn.layer import (
     Keep,
     Layer,
@@ -49,47 +47,7 @@ from backstash.nn.options import check_flags, check_sizes, placement
 from backstash.nn.row_map import RowMap
 from backstash.nn.weight_grad import Delivery
 from backstash.recipes import Operand
-from backstash.saving import (
-    Fits,
-    differentiable_once,
-    is_hooked,
-    save_for_backward,
-    taken_values,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What backward must know that is no tensor."""
-
-    feed_forward: FeedForward
-    keep: Keep
-    is_gathered: bool
-    is_combined: bool
-    has_output_bias: bool
-    is_hooked: bool
-
-    def wanted(self, needed: tuple[bool, ...]) -> Wanted:
-        """What the matmuls must give for (x, routing weights, weights...)."""
-        if self.keep is Keep.NOTHING:
-            return Wanted.nothing()
-        return Wanted(needed[0], needed[1], Weights(*needed[2:6]))
-
-    def in_place(self, wanted: Wanted) -> dict[int, Fits]:
-        """Of (input, routing weights, pre-activation), those that may be read in their pages."""
-        fits: dict[int, Fits] = {}
-        if not self.is_hooked or not wanted.h:
-            return fits
-        activates = functools.partial(
-            kernels.activates_pages, activation=self.feed_forward.activation
-        )
-        fits[2] = activates
-        # An output's bias is multiplied by the routing weights as well.
-        if not self.has_output_bias:
-            fits[1] = activates
-        if not self.is_gathered and self.feed_forward.fc1.multiplies_pages:
-            fits[0] = kernels.multiplies_pages
-        return fits
+from backstash.saving import differentiable_once, is_hooked, save_for_backward, taken_values
 
 
 class Begun(NamedTuple):
@@ -99,44 +57,29 @@ class Begun(NamedTuple):
     ahead: Ahead | None
 
 
-class Placement(NamedTuple):
-    """Where the rows are: their groups' ends and, if they are gathered inside, the map."""
-
-    ends_G: Tensor
-    source_R: Tensor | None
-    slots_TK: Tensor | None
-
-
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(ctx: Any, x: Tensor, prob_R: Tensor | None, *parameters_and_plan: Any) -> Tensor:
-        *parameters, ends_G, source_R, slots_TK, plan, ahead = parameters_and_plan
-        weights = Weights(*parameters)
+        *parameters, ends_G, source_R, slots_TK, valid, plan, ahead = parameters_and_plan
+        weights, placement = Weights(*parameters), Placement(ends_G, source_R, slots_TK, valid)
         wanted = plan.wanted(ctx.needs_input_grad)
-        fc1 = plan.feed_forward.fc1
-        x_TH = as_rows(x)
-        # Only whole rows one after another have a valid prefix that can be kept alone.
-        reads_x, kept = wanted.weights.fc1_weight, None
-        if source_R is None:
-            x_rows, kept = fc1.call.input_pair(x_TH.contiguous(), ends_G, keep=reads_x)
-            x_rows = Once(x_rows)
-        else:
-            x_rows = Once(fc1.call.gathered_rows(Operand.INPUT, x_TH, source_R, ends_G))
         with kernels.sharing_tables(ends_G, row_products=2):
-            rows = Rows(prob_R, ends_G)
-            y_RH, h, noted = plan.feed_forward.forward(x_rows, weights, rows, wanted, ahead)
+            ran = plan.run(as_rows(x), placement, Rows(prob_R, ends_G), (weights, ahead), wanted)
+        y_RH, kept, h, noted = ran
         if plan.keep is not Keep.NOTHING:
             # Only dx and further gathers read the map; only dh and the activation the rest.
-            gathers = reads_x or plan.is_combined
+            keeps_tokens = plan.is_gathered and wanted.weights.fc1_weight
+            gathers = keeps_tokens or plan.is_combined
             placement = Placement(
                 ends_G,
                 source_R if gathers else None,
                 slots_TK if wanted.x else None,
+                valid if wanted.x else None,
             )
             save_for_backward(
                 ctx,
-                x if source_R is not None and reads_x else kept,
+                x if keeps_tokens else kept,
                 prob_R,
                 h,
                 weights.fc1_weight,
@@ -147,7 +90,7 @@ class _GroupedMLP(torch.autograd.Function):
             )
         ctx.plan = plan
         if plan.is_combined:
-            return in_shape_of(kernels.unpermute(y_RH, slots_TK), x)
+            return in_shape_of(kernels.unpermute(y_RH, slots_TK, valid), x)
         return y_RH if source_R is not None else in_shape_of(y_RH, x)
 
     @staticmethod
@@ -162,23 +105,25 @@ class _GroupedMLP(torch.autograd.Function):
         h = Once(h, is_alone=is_last and not plan.is_hooked)
         noted, placed = Noted(*noted_and_placed[:2]), Placement(*noted_and_placed[2:])
         del noted_and_placed
-        ends_G, source_R, slots_TK = placed
+        ends_G, source_R, slots_TK, valid = placed
         fc1 = plan.feed_forward.fc1
         dy_RH = as_rows(dy)
         if plan.is_combined and source_R is not None:
             dy_RH = Gathered(dy_RH, source_R)
 
-        def read_x() -> Tensor | Columns | Gathered | PagedRows:
-            if source_R is None:
+        def read_x() -> Tensor | Columns | Gathered | InPages:
+            if not plan.is_gathered:
                 return fc1.call.kept_operand(kept)
             return fc1.call.gathered_columns(Operand.INPUT, as_rows(kept), source_R, ends_G)
 
-        weights = Weights(fc1_weight, None, fc2_weight, fc2_bias)
-        parameters = weights, Rows(prob_R, ends_G, slots_TK), noted
+        rows = Rows(prob_R, ends_G, slots_TK if valid is None else None)
+        parameters = Weights(fc1_weight, None, fc2_weight, fc2_bias), rows, noted
         # Gradients of tokens are made in two or three pieces.
         with kernels.sharing_tables(ends_G, row_products=3, column_products=2):
             gradients = plan.feed_forward.backward(dy_RH, h, read_x, parameters, wanted)
         dx, dprob_R, dweights = gradients
+        if dx is not None and slots_TK is not None and valid is not None:
+            dx = kernels.unpermute(dx, slots_TK, valid)
         if dx is not None and (slots_TK is None or plan.is_combined):
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         dprob_R = dprob_R if ctx.needs_input_grad[1] else None
@@ -186,7 +131,7 @@ class _GroupedMLP(torch.autograd.Function):
 
 
 # The placement, the plan and what was cast ahead: arguments of the function without a gradient.
-_NO_PARAMETERS = 5
+_NO_PARAMETERS = 6
 
 
 class GroupedMLP(Layer):
@@ -321,6 +266,7 @@ class GroupedMLP(Layer):
             ends_G,
             None if rows is None else rows.source_R,
             None if rows is None else rows.slots_TK,
+            None if rows is None else rows.valid,
             self._plan(feed_forward, rows, is_combined=combined),
             ahead,
         )
@@ -337,7 +283,8 @@ class GroupedMLP(Layer):
         return Plan(
             feed_forward,
             self.keep(feed_forward.fc1.call),
-            is_gathered=rows is not None,
+            columns=(self.hidden_size, self.fc1_weight.shape[1]),
+            is_gathered=rows is not None and rows.valid is None,
             is_combined=is_combined,
             has_output_bias=self.fc2_bias is not None,
             is_hooked=is_hooked(),

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from backstash import kernels
 from backstash.errors import ShapeError
 from backstash.formats import Float8Rowwise, HighPrecisionFormat
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages, PagedRows, Slabs
 from backstash.nn import gathered, product
 from backstash.nn.activated import BothWays
 from backstash.nn.call import Call, CastWeight
@@ -145,11 +145,17 @@ class Projection:
             decode_in_matmul=self._decode_in_matmul,
         )
 
+    def forward_in_slabs(self, x: Slabs, weight: Tensor, into: Slabs) -> None:
+        """Multiply rows in slabs by plain weights, without a bias, into slabs of one launch."""
+        full = materialize_weight_for_forward(weight)[0]
+        _check_full(full, (x.shape[1], 3), weight)
+        kernels.grouped_mm_in_slabs(x, product.values(full, self.dtype), into)
+
     def backward(
         self,
         dy_TN: Tensor | BothWays,
         weight: Tensor,
-        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
+        read_x: Callable[[], Tensor | Columns | Gathered | InPages],
         needs: Needs,
         groups: Groups = Groups(),  # noqa: B008  # nothing can write it
     ) -> Gradients:
@@ -213,7 +219,7 @@ class Projection:
         self,
         weight: Tensor,
         dy_columns: Tensor | Columns | Gathered | None,
-        read_x: Callable[[], Tensor | Columns | Gathered | PagedRows],
+        read_x: Callable[[], Tensor | Columns | Gathered | InPages],
         ends_G: Tensor | None,
     ) -> Tensor | None:
         """Compute the weight gradient, now or later; returns what autograd receives for it."""
@@ -223,7 +229,7 @@ class Projection:
         def weight_gradient() -> Tensor:
             dy, x = dy_columns, read_x()
             if not isinstance(dy, Columns) and not isinstance(x, Columns):
-                is_elsewhere = isinstance(dy, Gathered) or isinstance(x, Gathered | PagedRows)
+                is_elsewhere = isinstance(dy, Gathered) or isinstance(x, Gathered | InPages)
                 if is_elsewhere and ends_G is not None and _are_plain(self.dtype, dy, x):
                     return gathered.weight_gradient(dy, x, ends_G)
             dy = dy.matrix() if isinstance(dy, Gathered) else dy
@@ -304,14 +310,14 @@ class Projection:
         return read(Operand.WEIGHT, full.flatten(0, 1), ends_G).view(full.shape)
 
 
-def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered | PagedRows) -> bool:
+def _are_plain(dtype: torch.dtype, *operands: Tensor | Gathered | InPages) -> bool:
     """Whether these are values of the layer's dtype, and no codes."""
     held = (one.values_TH if isinstance(one, Gathered) else one for one in operands)
     return all(type(one) in _PLAIN and one.dtype == dtype for one in held)
 
 
 # No subclass: what it multiplies is its own.
-_PLAIN = frozenset((Tensor, Parameter, PagedRows))
+_PLAIN = frozenset((Tensor, Parameter, PagedRows, Slabs))
 
 
 def _check_full(full: Tensor, wanted: tuple[int, int], weight: Tensor) -> None:

@@ -3,7 +3,8 @@
 The two directions of one sort, as ``kernels.sort_by_expert`` gives them.  With it a grouped
 module gathers its rows itself and saves the tokens instead: T rows, not T * K.  So a router
 of somebody else's needs only to say which experts each token goes to, and with what weights:
-``by_expert`` makes the map of it, and ``weights`` brings the weights into the rows' order.
+``by_expert`` makes the map of it, and ``weights`` brings the weights into the rows' order.  With
+``valid`` it fills a buffer of rows, of which only the first are there, and saves those.
 
 Letters: T tokens, K experts a token, R rows, E experts.
 """
@@ -29,6 +30,10 @@ class RowMap:
 
     source_R: Tensor
     slots_TK: Tensor
+    valid: Tensor | None = None
+    """int32 ``(1,)``: how many rows are there, where they come from elsewhere into a buffer with
+    room for more.  They are copied in, and the copies kept for backward, as if no token were here.
+    """
 
     def __post_init__(self) -> None:
         for name, value, ndim in (("source_R", self.source_R, 1), ("slots_TK", self.slots_TK, 2)):
@@ -86,7 +91,7 @@ class RowMap:
                 f"the row map is on {self.slots_TK.device}, the weights are on "
                 f"{weight_TK.device}; move one of them"
             )
-        return _WeightsToRows.apply(weight_TK, self.slots_TK)
+        return _WeightsToRows.apply(weight_TK, self.slots_TK, self.rows, self.valid)
 
     @property
     def rows(self) -> int:
@@ -113,23 +118,29 @@ class RowMap:
             )
         if x_TH.device.type == "cpu":
             _check_range("source_R", self.source_R, x_TH.shape[0], "tokens")
-            _check_range("slots_TK", self.slots_TK, self.rows, "rows")
+            if self.valid is None:
+                _check_range("slots_TK", self.slots_TK, self.rows, "rows")
 
 
 class _WeightsToRows(torch.autograd.Function):
-    """The weight of each row, of which there is one for each copy; and back."""
+    """The weight of each row, of which there is one for each copy; and back.
+
+    A copy without a row, or with one that is not ``valid``, gets a gradient of zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight_TK: Tensor, slots_TK: Tensor) -> Tensor:
-        save_for_backward(ctx, slots_TK)
-        return kernels.weights_to_rows(weight_TK, slots_TK, slots_TK.numel())
+    def forward(
+        ctx: Any, weight_TK: Tensor, slots_TK: Tensor, rows: int, valid: Tensor | None
+    ) -> Tensor:
+        save_for_backward(ctx, slots_TK, valid)
+        return kernels.weights_to_rows(weight_TK, slots_TK, rows)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dweight_R,) = grads
-        (slots_TK,) = saved_values(ctx)
-        return kernels.weights_to_copies(dweight_R, slots_TK), None
+        slots_TK, valid = saved_values(ctx)
+        return kernels.weights_to_copies(dweight_R, slots_TK, valid), None, None, None
 
 
 def _check_range(name: str, index: Tensor, count: int, what: str) -> None:

@@ -6,8 +6,8 @@ of a buffer is real, ``meter`` counts bytes.
 """
 
 from backstash.saving.double import differentiable_once
-from backstash.saving.hooks import Handler, is_hooked, saving
-from backstash.saving.in_place import Fits
+from backstash.saving.hooks import Handler, claim_places, is_hooked, saving
+from backstash.saving.in_place import Fits, Place
 from backstash.saving.marks import mark_grouped_tensor, valid_rows
 from backstash.saving.meter import Meter
 from backstash.saving.records import (
@@ -25,7 +25,9 @@ __all__ = [
     "Fits",
     "Handler",
     "Meter",
+    "Place",
     "Records",
+    "claim_places",
     "differentiable_once",
     "is_hooked",
     "keep_identity",

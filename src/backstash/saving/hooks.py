@@ -11,8 +11,8 @@ A handler lives by two methods::
     unpack(handle) -> tensor                # may be asked again for a retained graph
 
 A handle lives exactly as long as autograd holds it; what it holds it frees when it goes.
-A handler may have three more methods: ``expect(tensors)``, ``multiply()`` and
-``read(handle, fits)``, see :func:`announce`, :func:`announce_product` and
+A handler may have four more methods: ``expect(tensors)``, ``multiply()``, ``claim(...)`` and
+``read(handle, fits)``, see :func:`announce`, :func:`announce_product`, :func:`claim_places` and
 :mod:`backstash.saving.in_place`.
 
 ``rows`` is the valid length that was marked for the buffer, see :mod:`backstash.saving.marks`.
@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ConfigError, ModifiedError
-from backstash.kernels import Moves, PagedRows
+from backstash.kernels import InPages, Moves
 from backstash.opaque import opaque
 from backstash.recompute import top_hooks
-from backstash.saving.in_place import Fits, put_stand_ins, take_stand_ins
+from backstash.saving.in_place import Fits, Place, put_stand_ins, take_stand_ins
 from backstash.saving.marks import spend_mark, valid_rows
 
 _push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks  # pyright: ignore
@@ -71,7 +71,7 @@ class _Held(NamedTuple):
         _asked.handler = weakref.ref(self.handler)
         return self.handler.unpack(self.handle)
 
-    def read(self, fits: Fits) -> Tensor | PagedRows:
+    def read(self, fits: Fits) -> Tensor | InPages:
         read = getattr(self.handler, "read", None)
         if read is None:
             return self.restore()
@@ -221,6 +221,23 @@ def announce(tensors: Sequence[Tensor | None]) -> None:
     frame = _innermost()
     if frame is not None:
         frame.announce([t for t in tensors if t is not None and not _is_weight(t)])
+
+
+def claim_places(
+    like: Tensor, columns: Sequence[int], rows: int, ends_G: Tensor
+) -> Sequence[Place] | None:
+    """Ask where matrices that a node will compute and save should be computed.
+
+    They have ``rows`` rows, of groups with these ends, so many columns each, and what ``like``
+    has: its dtype and device.  The handler that would be offered them first decides, if it has a
+    method ``claim(like, columns, rows, ends_G)``.  None where they are to be computed anywhere, and
+    offered as always.
+    """
+    frame = _innermost()
+    if frame is None or not frame.active or not frame.handlers:
+        return None
+    claim = getattr(frame.handlers[0], "claim", None)
+    return None if claim is None else claim(like, columns, rows, ends_G)
 
 
 def announce_product() -> Moves | None:

@@ -14,15 +14,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages, Slabs
 
 #: Whether what lies in pages can be read there.
-Fits = Callable[[PagedRows], bool]
+Fits = Callable[[InPages], bool]
+
+
+class Place(NamedTuple):
+    """Where a handler wants a value computed, and what to save in its stead: a tensor of nothing.
+
+    Backward gets the value for it.
+    """
+
+    slabs: Slabs
+    stand_in: Tensor
 
 
 class Held(Protocol):
@@ -32,7 +42,7 @@ class Held(Protocol):
         """The tensor."""
         ...
 
-    def read(self, fits: Fits) -> Tensor | PagedRows:
+    def read(self, fits: Fits) -> Tensor | InPages:
         """The tensor, or where it lies if it fits."""
         ...
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backstash.errors import ModifiedError, ShapeError
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages
 from backstash.tensors import GroupedTensor
 
 
@@ -240,10 +240,10 @@ class Grouped:
 
     def restore(
         self, tensors: Sequence[Tensor | None], values: list[Any]
-    ) -> GroupedTensor | PagedRows:
+    ) -> GroupedTensor | InPages:
         """The value."""
         data = _restore(self.data, tensors, values)
-        if type(data) is PagedRows:
+        if isinstance(data, InPages):
             return data
         ends_G = _restore(self.ends, tensors, values)
         if self.overflow is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import ConfigError, ModifiedError
-from backstash.kernels import Moves, PagedRows
+from backstash.kernels import InPages, Moves, PagedRows
 from backstash.stash.admission import Account
 from backstash.stash.launch import Buffer, Launch
 from backstash.stash.pool import PagePool
@@ -80,7 +80,10 @@ class Batch:
         shared: Slots that more than one node saved.
         changed: Was an original changed in place while it was copied?
         lands_at: When this many tensors have been offered, the originals are let go.
+        is_claimed: Was it computed in its pages, so that nothing is ever copied ahead?
     """
+
+    is_claimed = False
 
     def __init__(self, pool: PagePool, number: int, account: Account | None) -> None:
         self.pool = pool
@@ -207,7 +210,7 @@ class Batch:
             )
         return self.originals[slot].buffer.data.view(torch.uint8) if self.originals else None
 
-    def in_pages(self, slot: int, view: View) -> PagedRows | None:
+    def in_pages(self, slot: int, view: View) -> InPages | None:
         """Where a slot that was let go lies, if backward may read it there.
 
         That is on the device, in whole rows, as they were saved.  The pages stay as long as what

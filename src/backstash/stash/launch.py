@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from backstash import kernels
 from backstash.kernels import Moves
 from backstash.stash.admission import Account
 from backstash.stash.memory import Memory
@@ -19,6 +22,24 @@ class Buffer(NamedTuple):
     data: Tensor
     rows: Tensor
     width: int
+
+
+class Matrices(NamedTuple):
+    """What a node wants places for: matrices of the same groups of rows, so many columns each."""
+
+    columns: Sequence[int]
+    dtype: torch.dtype
+    rows: int
+    ends_G: Tensor
+
+    def widths(self, page_bytes: int) -> list[int]:
+        """How many slabs wide each is."""
+        width = kernels.slab_width(self.dtype, page_bytes)
+        return [columns // width for columns in self.columns]
+
+    def pages(self, page_bytes: int) -> int:
+        """Pages that they take at most."""
+        return kernels.slabs_for(self.rows, len(self.ends_G)) * sum(self.widths(page_bytes))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

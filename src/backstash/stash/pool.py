@@ -159,6 +159,13 @@ class PagePool:
             fits = ledger.room(worst, spilling=True)
         return ledger.open(worst) if fits else None, waits
 
+    def begin(self) -> tuple[Memory, bool]:
+        """Inside :meth:`turn`, before pages are taken: where, and whether into a CUDA graph."""
+        self._give_back()
+        captured = self.streams.is_capturing()
+        self.is_fixed |= captured
+        return self.memory, captured
+
     def stash(
         self,
         buffers: Sequence[Buffer],
@@ -173,10 +180,7 @@ class PagePool:
         The copy waits for ``after``, or else for what computes now.  With ``leaving`` the launch
         may have moves to be made.
         """
-        self._give_back()
-        memory = self.memory
-        captured = self.streams.is_capturing()
-        self.is_fixed |= captured
+        memory, captured = self.begin()
         slots = self.pages_of([(b.data.nbytes, b.data.dtype) for b in buffers])
         few = None if account is None else account.programs
         moves = self._new_moves(slots) if leaving and few is None else None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from backstash.kernels import PagedRows
+from backstash.kernels import InPages
 from backstash.saving import Fits
 from backstash.stash.batch import Batch, BatchState, Saved, Tail
 from backstash.stash.departures import Departures
@@ -70,7 +70,7 @@ class Returns:
                 self._look_ahead(batch.number)
         return view.of(buffer)
 
-    def read(self, handle: Saved, fits: Fits, *, newest: int) -> Tensor | PagedRows:
+    def read(self, handle: Saved, fits: Fits, *, newest: int) -> Tensor | InPages:
         """The same, or the pages themselves if they fit the node that asks."""
         kept, view = handle
         batch, slot = kept.batch, kept.slot
@@ -94,6 +94,8 @@ class Returns:
 
     def _asked(self, batch: Batch, slot: int, newest: int, *, is_read: bool = False) -> bool:
         """A buffer is asked for: is its batch another than that of the last one?"""
+        if batch.is_claimed:
+            return False
         # Compressed values come from the pages even where the originals are still there, so that
         # what backward sees does not depend on when it asks.
         exact = batch.is_exact(slot)

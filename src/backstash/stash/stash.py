@@ -19,21 +19,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from backstash.formats import Format
-from backstash.kernels import MOST_BUFFERS, Moves, PagedRows, PoolState
+from backstash.kernels import MOST_BUFFERS, InPages, Moves, PoolState, has_slabs
 from backstash.nn.options import check_kind, check_sizes
-from backstash.saving import Fits, valid_rows
+from backstash.saving import Fits, Place, valid_rows
 from backstash.stash.admission import Account, Policy
 from backstash.stash.batch import Batch, BatchState, Kept, Saved, Tail
+from backstash.stash.claimed import ClaimedBatch
 from backstash.stash.departures import Departures
+from backstash.stash.expected import Announced, Expected
 from backstash.stash.foresight import Foresight
+from backstash.stash.launch import Matrices
 from backstash.stash.packing import check_compression, packed_as
 from backstash.stash.pool import PagePool
 from backstash.stash.region import Content, Region, content_of, region_of
@@ -48,41 +49,6 @@ class Take(enum.Enum):
     MARKED = "marked"
     #: All that are larger than a page; what is not marked is taken whole.
     ALL = "all"
-
-
-class _Announced(NamedTuple):
-    """What a node is about to save, and the batch that it will be of; None where it is refused."""
-
-    rows: Tensor | None
-    region: Region
-    content: Content
-    batch: Batch | None
-
-
-class _Expected(threading.local):
-    """What a node on this thread has announced and not yet saved, and whether it multiplied."""
-
-    def __init__(self) -> None:
-        self.announced: list[_Announced] = []
-        self.multiplied = False
-
-    def find(self, tensor: Tensor, rows: Tensor | None) -> _Announced | None:
-        """The announcement of just this tensor: nothing need be found out again then."""
-        for one in self.announced:
-            if one.rows is rows and one.region.is_of(tensor):
-                return one
-        return None
-
-    def pop(self, content: Content) -> _Announced | None:
-        """The announcement of these bytes; it is not waited for any more, unless it is refused."""
-        for i, one in enumerate(self.announced):
-            if one.content == content:
-                return one if one.batch is None else self.announced.pop(i)
-        return None
-
-    def is_waiting(self, batch: Batch) -> bool:
-        """Will more be saved of this batch?"""
-        return any(one.batch is batch for one in self.announced)
 
 
 class Stash:
@@ -132,7 +98,7 @@ class Stash:
         self.tail = tail
         self.ahead = ahead
         self._is_marked_only = take is Take.MARKED
-        self._expected = _Expected()
+        self._expected = Expected()
         self._kept: weakref.WeakValueDictionary[tuple[Content, int | None], Kept]
         self._kept = weakref.WeakValueDictionary()
         self._departures = Departures(pool, ahead)
@@ -141,12 +107,14 @@ class Stash:
         self._live = self._returns.live
         self._number = 0
         self._unattended = False
-        self._counts = dict.fromkeys(("kept", "bytes_kept", "waits"), 0)
+        self._counts = dict.fromkeys(("claimed", "kept", "bytes_kept", "waits"), 0)
 
     # --- saving -----------------------------------------------------------------------------
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
         """Learn which tensors one node is about to save, so that one launch takes them all."""
+        if self._expected.saves_claimed(tensors):
+            return
         offered: dict[Content, tuple[Tensor | None, Region]] = {}
         for tensor in tensors:
             rows = valid_rows(tensor)
@@ -163,7 +131,39 @@ class Stash:
             for i in range(0, len(new), MOST_BUFFERS):
                 contents = new[i : i + MOST_BUFFERS]
                 batch = self._admit(contents)
-                self._expected.announced += [_Announced(*offered[c], c, batch) for c in contents]
+                self._expected.announced += [Announced(*offered[c], c, batch) for c in contents]
+
+    def claim(
+        self, like: Tensor, columns: Sequence[int], rows: int, ends_G: Tensor
+    ) -> list[Place] | None:
+        """Places for matrices that a node is about to compute and to save, if there is room.
+
+        A CUDA graph does not ask the host, so there the device finds out whether there is.
+        """
+        pool = self.pool
+        if self.compress is not None or like.device != pool.device:
+            return None
+        # What is computed in pages is computed on the device.
+        if (self.is_unattended and pool.host_size) or not has_slabs(like, columns, pool.page_bytes):
+            return None
+        matrices = Matrices(columns, like.dtype, rows, ends_G)
+        worst = matrices.pages(pool.page_bytes)
+        with pool.turn():
+            self._expected.claimed = {}
+            self._begin()
+            account = None
+            if not self.is_unattended:
+                if not self._makes_room(worst):
+                    return None
+                account, _ = pool.admit(worst, Policy.KEEP)
+            batch = ClaimedBatch(pool, self._number, account, matrices)
+            self._count(batch)
+            self._counts["claimed"] += 1
+            found = batch.places()
+        for place, saved in found:
+            key = place.stand_in.untyped_storage()._cdata
+            self._expected.claimed[key] = place.stand_in, saved
+        return [place for place, _ in found]
 
     def multiply(self) -> Moves | None:
         """A matmul is launched next: what it may move meanwhile."""
@@ -173,6 +173,10 @@ class Stash:
 
     def pack(self, tensor: Tensor, rows: Tensor | None) -> Saved | None:
         """Take a tensor, or decline it where nothing would be gained or there is no room."""
+        if self._expected.claimed:
+            # Beside what a node has computed in pages, the rest is not worth a copy.
+            claimed = self._expected.claimed.pop(tensor.untyped_storage()._cdata, None)
+            return None if claimed is None else claimed[1]
         departures = self._departures
         departures.offers += 1
         # What is declined must cost next to nothing: most saved tensors are.
@@ -235,16 +239,12 @@ class Stash:
 
     def _admit(self, contents: Sequence[Content]) -> Batch | None:
         """A new batch with pages reserved for the contents, or None if there may be no room."""
-        if not self._live:
-            self._foresight.new_round()
-            self._number = 0
-            self.pool.adapt()
+        self._begin()
         account: Account | None = None
         if not self.is_unattended:
             worst = self.pool.pages_of([(c.place.nbytes, c.packed) for c in contents])
-            if self._departures.are_waiting and not self.pool.has_room(worst):
-                # What those really take is known only once they have been copied.
-                self._departures.send_all()
+            if self._departures.are_waiting:
+                self._makes_room(worst)
             account, waits = self.pool.admit(worst, self.policy)
             self._counts["waits"] += waits
             if account is None:
@@ -253,9 +253,28 @@ class Stash:
                 self.pool.note_kept(worst)
                 return None
         batch = Batch(self.pool, self._number, account)
+        self._count(batch)
+        return batch
+
+    def _begin(self) -> None:
+        """Where nothing is stashed a new round begins."""
+        if not self._live:
+            self._foresight.new_round()
+            self._number = 0
+            self.pool.adapt()
+
+    def _makes_room(self, worst: int) -> bool:
+        """Is there room on the device, when what waits has been sent?"""
+        has_room = self.pool.has_room(worst)
+        if not has_room and self._departures.are_waiting:
+            # What those really take is known only once they have been copied.
+            self._departures.send_all()
+            has_room = self.pool.has_room(worst)
+        return has_room
+
+    def _count(self, batch: Batch) -> None:
         self._live[self._number] = batch
         self._number += 1
-        return batch
 
     def _close(self, batch: Batch) -> None:
         """A batch is complete: copy it at once, let the next matmuls move it, or wait."""
@@ -281,7 +300,7 @@ class Stash:
         """The tensor again, in a buffer of its own unless the original is still there."""
         return self._returns.unpack(handle, newest=self._number - 1)
 
-    def read(self, handle: Saved, fits: Fits) -> Tensor | PagedRows:
+    def read(self, handle: Saved, fits: Fits) -> Tensor | InPages:
         """The same for a node that reads its pages where they are, if they fit."""
         return self._returns.read(handle, fits, newest=self._number - 1)
 
@@ -312,6 +331,7 @@ class Stash:
         A captured region ends with this, so that what it took it also gives back.
         """
         with self.pool.turn():
+            self._expected.claimed = {}
             self._forget_expected()
             self._departures.send_all()
             self._departures.land()

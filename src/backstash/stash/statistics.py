@@ -17,7 +17,8 @@ class Statistics:
         demand_high: Most pages that would have been in use had there been room for all.
         offered: Tensors that were saved while the stash was listening.
         batches: Launches that stashed.
-        bytes_stashed, bytes_restored: Copied into pages, and back.
+        claimed: Layers that computed what they save in pages, so that nothing was copied.
+        bytes_stashed, bytes_restored: Copied or computed into pages, and copied back.
         in_place: Buffers that backward read in their pages, without a copy back.
         pages_spilled: Pages taken in host memory, over all stashes.
         kept: Batches for which there was no room, and whose originals stayed.
@@ -41,6 +42,7 @@ class Statistics:
     demand_high: int
     offered: int
     batches: int
+    claimed: int
     bytes_stashed: int
     bytes_restored: int
     pages_spilled: int
@@ -66,7 +68,7 @@ class Statistics:
         return self.device_pages * self.page_bytes
 
     def __str__(self) -> str:
-        took_none = self.offered and not self.batches and not self.kept
+        took_none = self.offered and not (self.batches or self.claimed or self.kept)
         return (
             f"stash {self.fill:.0%} of {self.device_bytes / 2**20:.0f} MiB full, "
             f"most {self.device_high * self.page_bytes / 2**20:.0f} MiB, "

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from backstash.errors import ConfigError, ShapeError
-from backstash.kernels.reference.paged_rows import PagedRows, page_values
+from backstash.kernels.reference.paged_rows import InPages, PagedRows, page_values
+from backstash.kernels.reference.slabs import Slabs, slab_values
 
 #: Every activation by name, and whether it is gated.
 ACTIVATIONS: Mapping[str, bool] = MappingProxyType(
@@ -72,14 +73,19 @@ def activate(
     return value.to(h_TF.dtype)
 
 
-def activates_pages(paged: PagedRows, activation: str) -> bool:
+def activate_slabs(h: Slabs, prob_T: Tensor | None, activation: str) -> Tensor:
+    """:func:`activate` of rows in slabs; rows of the tail may be anything in the result."""
+    return activate(slab_values(h), prob_T, activation)
+
+
+def activates_pages(paged: InPages, activation: str) -> bool:
     """Does :func:`activate_backward` read this pre-activation, or these weights, where they are?"""
     return len(paged.shape) in (1, 2)
 
 
 def activate_backward(
     da_TI: Tensor,
-    h_TF: Tensor | PagedRows,
+    h_TF: Tensor | InPages,
     prob_T: Tensor | PagedRows | None,
     activation: str,
     into: ActivationGradients | None = None,
@@ -99,7 +105,7 @@ def activate_backward(
         ConfigError: the activation is not one of :data:`ACTIVATIONS`.
         ShapeError: the shapes do not fit each other.
     """
-    h_TF = page_values(h_TF) if isinstance(h_TF, PagedRows) else h_TF
+    h_TF = page_values(h_TF) if isinstance(h_TF, InPages) else h_TF
     prob_T = page_values(prob_T) if isinstance(prob_T, PagedRows) else prob_T
     check_activation(h_TF, prob_T, activation, da_TI)
     gate, up = _halves(h_TF, activation)
@@ -151,7 +157,7 @@ def _curve(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def check_activation(
-    h_TF: Tensor | PagedRows,
+    h_TF: Tensor | InPages,
     prob_T: Tensor | PagedRows | None,
     activation: str,
     da_TI: Tensor | None = None,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from backstash.kernels.reference.grouped_mm import grouped_mm_dw
 from backstash.kernels.reference.pages import TABLE_HEADER, read_pages
+from backstash.kernels.reference.slabs import Slabs, slab_values
 
 
 class PagedRows(NamedTuple):
@@ -51,8 +52,14 @@ class PagedRows(NamedTuple):
         return self.shape[1:].numel() * self.dtype.itemsize
 
 
-def page_values(paged: PagedRows) -> Tensor:
+#: A matrix that operations read in its pages: copied there, or computed there.
+InPages = PagedRows | Slabs
+
+
+def page_values(paged: InPages) -> Tensor:
     """The matrix in memory of its own; rows that are in no page are zeros."""
+    if isinstance(paged, Slabs):
+        return slab_values(paged)
     values = torch.zeros(paged.shape, dtype=paged.dtype, device=paged.device)
     entries: list[int] = paged.table[: TABLE_HEADER + 2 * paged.buffers].tolist()
     if entries[2]:
@@ -65,12 +72,12 @@ def page_values(paged: PagedRows) -> Tensor:
     return values
 
 
-def multiplies_pages(paged: PagedRows) -> bool:
+def multiplies_pages(paged: InPages) -> bool:
     """Does :func:`grouped_mm_dw_of_pages` read this matrix where it is?"""
     return len(paged.shape) == 2
 
 
-def grouped_mm_dw_of_pages(dy_TN: Tensor, x: PagedRows, ends_G: Tensor) -> Tensor:
+def grouped_mm_dw_of_pages(dy_TN: Tensor, x: InPages, ends_G: Tensor) -> Tensor:
     """Give :func:`grouped_mm_dw` of a matrix that :func:`multiplies_pages` says yes to.
 
     Raises:

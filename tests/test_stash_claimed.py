@@ -1,0 +1,248 @@
+"""What experts save they compute in pages: same bits, nothing is copied, in any order of use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import backstash as bs
+from backstash import kernels
+from backstash.stash import PagePool, Policy, Stash
+from host_reads import no_host_reads
+from stash_cases import Copying, assert_nothing_is_held
+
+LAYERS, SLOTS = 3, 2  # input and pre-activation
+TOKENS = 200
+by_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Claiming(Copying):
+    """The same, for values that are computed in pages."""
+
+    def __init__(self, kept: Stash) -> None:
+        super().__init__(kept)
+        self.claim = kept.claim
+
+
+class Experts:
+    """Layers of a Mixture of Experts on buffers of one rank."""
+
+    def __init__(self, device: str, *, recipe: str = "high_precision", **options: Any) -> None:
+        torch.manual_seed(0)
+        is_gpu = device == "cuda"
+        self.page_bytes = 65536 if is_gpu else 512
+        self.recipe = bs.recipe(recipe)
+        hidden, ffn = (512, 256) if is_gpu else (16, 8)
+        dispatcher = bs.Local(capacity_factor=2.0, keep_experts=range(4))
+        new = {"device": device, "dtype": torch.bfloat16 if is_gpu else torch.float32}
+        self.layers = torch.nn.ModuleList(
+            bs.MoE(hidden, ffn, 8, 2, dispatcher=dispatcher, **new, **options)
+            for _ in range(LAYERS)
+        )
+        self.x = torch.randn(TOKENS, hidden, **new).requires_grad_()
+
+    def stash(self, pages: int = 4096, host_pages: int = 0, **options: Any) -> Stash:
+        sizes = pages * self.page_bytes, host_pages * self.page_bytes
+        pool = PagePool(*sizes, device=self.x.device, page_bytes=self.page_bytes)
+        return Stash(pool, **options)
+
+    def loss(self, *handlers: Any) -> Tensor:
+        with bs.autocast(recipe=self.recipe), bs.saving(*handlers):
+            x = self.x
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.float().square().sum()
+
+    def gradients(self, loss: Tensor, *, retain_graph: bool = False) -> list[Tensor]:
+        inputs = [self.x, *self.layers.parameters()]
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=retain_graph)
+        return [loss.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> None:
+    gc.collect()
+
+
+@by_device
+def test_a_step_copies_nothing_and_gives_every_page_back(device: str) -> None:
+    experts = Experts(device)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    for turn in range(3):
+        assert_equal(experts.gradients(experts.loss(stash)), wanted)
+        stats = stash.stats()
+        assert stats.claimed == LAYERS * (turn + 1)
+        assert stats.in_place == SLOTS * stats.claimed
+        assert stats.batches == stats.bytes_restored == 0
+        assert_nothing_is_held(stash)
+
+
+@by_device
+def test_pages_are_taken_for_the_rows_that_came_and_no_more(device: str) -> None:
+    experts = Experts(device)
+    stash = experts.stash()
+    loss = experts.loss(stash)
+    used, pages = stash.stats().device_used, experts.page_bytes
+    rows = [int(layer.last_load[:4].sum()) for layer in experts.layers]  # pyright: ignore
+    row_bytes = 2 * experts.x.shape[1] * experts.x.itemsize
+    # Each of four experts may leave most of a slab empty.
+    slab_bytes = 64 * row_bytes
+    whole = sum(-(-count // 64) * slab_bytes for count in rows)
+    assert sum(rows) * row_bytes <= used * pages <= whole + 3 * LAYERS * slab_bytes
+    del loss
+    assert_nothing_is_held(stash)
+
+
+@by_device
+def test_two_backwards_and_a_handler_without_reading_give_the_same_bits(device: str) -> None:
+    experts = Experts(device)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    for handler in (stash, Claiming(stash), Copying(stash), stash):
+        loss = experts.loss(handler)
+        assert_equal(experts.gradients(loss, retain_graph=True), wanted)
+        assert_equal(experts.gradients(loss), wanted)
+        del loss
+        assert_nothing_is_held(stash)
+
+
+@by_device
+def test_whoever_looks_at_what_was_saved_sees_the_rows(device: str) -> None:
+    experts = Experts(device)
+    expert_TK = torch.randint(0, 4, (TOKENS, 2), device=device)
+    source, slots, counts = kernels.sort_by_expert(expert_TK, 4)
+    rows = bs.RowMap(source, slots, counts.sum().view(1).int())
+    found = []
+    for handlers in ([], [experts.stash()]):
+        with bs.saving(*handlers):
+            y = experts.layers[0].experts(experts.x, counts, rows=rows)  # pyright: ignore
+        node: Any = y.grad_fn
+        found.append([t for t in node.saved_tensors if t is not None])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@by_device
+@pytest.mark.parametrize("policy", Policy, ids=lambda policy: policy.value)
+def test_where_there_may_be_no_room_the_policy_decides_as_ever(device: str, policy: Policy) -> None:
+    experts = Experts(device)
+    wanted = experts.gradients(experts.loss())
+    for pages in (0, 6, 20, 40):
+        stash = experts.stash(pages, 400, policy=policy)
+        for _ in range(3):
+            assert_equal(experts.gradients(experts.loss(stash)), wanted)
+        assert_nothing_is_held(stash)
+
+
+@by_device
+def test_with_nobody_watching_a_launch_without_room_leaves_a_flag_and_zeros(
+    device: str,
+) -> None:
+    experts = Experts(device)
+    stash = experts.stash(8)
+    with stash.unattended():
+        loss = experts.loss(stash)
+        grads = experts.gradients(loss)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert stash.stats().overflows > 0
+    del loss
+    stash.settle()
+    stats = stash.stats()
+    assert stats.device_used == 0
+    # What comes after it is as if it had not been.
+    wanted = experts.gradients(experts.loss())
+    again = experts.stash()
+    assert_equal(experts.gradients(experts.loss(again)), wanted)
+
+
+@by_device
+def test_a_graph_that_is_dropped_gives_its_pages_back(device: str) -> None:
+    experts = Experts(device)
+    stash = experts.stash()
+    loss = experts.loss(stash)
+    del loss
+    assert_nothing_is_held(stash)
+
+
+@by_device
+def test_what_is_claimed_and_never_saved_is_given_back(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backstash.nn.feed_forward import FeedForward
+
+    experts = Experts(device)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    with monkeypatch.context() as patch:
+        patch.setattr(FeedForward, "forward_in_slabs", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            experts.loss(stash)
+    assert_equal(experts.gradients(experts.loss(stash)), wanted)
+    assert_nothing_is_held(stash)
+
+
+@by_device
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_current"])
+def test_under_other_recipes_and_compressed_everything_is_stashed_as_ever(
+    device: str, recipe: str
+) -> None:
+    experts = Experts(device, recipe=recipe)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    for _ in range(2):
+        assert_equal(experts.gradients(experts.loss(stash)), wanted)
+    assert stash.stats().claimed == 0
+    assert_nothing_is_held(stash)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_and_streams_keep_their_order() -> None:
+    experts = Experts("cuda")
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    experts.gradients(experts.loss(stash))
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), no_host_reads():
+            loss = experts.loss(stash)
+            found = experts.gradients(loss)
+        del loss
+        # Meanwhile pages that were given back are taken by another step on this stream.
+        again = experts.gradients(experts.loss(stash))
+        torch.cuda.current_stream().wait_stream(side)
+        assert_equal(found, wanted)
+        assert_equal(again, wanted)
+    assert_nothing_is_held(stash)
+
+
+@pytest.mark.gpu
+def test_a_graph_computes_in_pages_whatever_comes() -> None:
+    experts = Experts("cuda")
+    stash = experts.stash()
+
+    def step() -> list[Tensor]:
+        grads = experts.gradients(experts.loss(stash))
+        stash.settle()
+        return grads
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = step()
+    for _ in range(20):
+        with torch.no_grad():
+            experts.x.copy_(torch.randn_like(experts.x))
+        graph.replay()
+        assert_equal(ours, experts.gradients(experts.loss()))
+    assert stash.stats().overflows == 0
+    assert stash.stats().device_used == 0
