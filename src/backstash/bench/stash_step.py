@@ -5,10 +5,11 @@ expert-parallel group: a capacity of so many times an even load.  The same step 
 stash and without, as it is and, on a GPU, as a CUDA graph.  Loss and gradients are compared
 first, bit for bit, with torch told to raise on everything that waits for the GPU.  Then both are
 timed in turns, and their peaks are measured, beside what the formula says of the stash's: *the
-plain one, less the saved buffers of the layers that are in pages, plus the pages that were used*.
-In backward all layers are in pages but one: the newest, which is never copied; the others are read
-where they are.  While the last layer runs forward it is all but two, because the layer before is
-still moved into pages meanwhile.  The larger of the two moments is the peak.
+plain one, less the saved buffers of all layers, plus the pages that were used*.  Experts compute
+in pages what they save, so no layer's buffers are there as a whole.  The plain step has three
+moments of which one can be the stash's peak: the layers run forward, the loss runs backward, the
+layers run backward.  In the last the gradient of a pre-activation takes the place of that, which it
+cannot in pages, so one gradient comes on top.
 
 Where an imbalance changes from step to step, both are given the same load in each turn.
 
@@ -22,6 +23,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -33,6 +35,7 @@ from backstash.bench.record import Row
 from backstash.bench.timing import Pair, time_gpu_turns, time_pair
 from backstash.bench.workloads import IMBALANCES, Load, ScriptedRouter, router_choices
 from backstash.device import default_device, device_name
+from backstash.kernels.reference.slabs import SLAB_ROWS
 from backstash.moe import Local, MoE
 from backstash.saving import saving
 from backstash.stash import PagePool, Stash, pages_for
@@ -62,10 +65,23 @@ class Shape:
         return int(factor * even)
 
     @property
-    def row_bytes(self) -> tuple[int, ...]:
-        """Bytes of a row of what the experts save: input, pre-activation, routing weight."""
-        item = self.dtype.itemsize
-        return self.hidden * item, 2 * self.ffn * item, 4
+    def input_bytes(self) -> int:
+        """Bytes of a row of the experts' input."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def preactivation_bytes(self) -> int:
+        """Bytes of a row of the pre-activation."""
+        return 2 * self.ffn * self.dtype.itemsize
+
+    def pages(self, factor: float) -> int:
+        """Pages of one layer at most: its buffers, and its routing weights of four bytes a row.
+
+        Where experts write them into pages, each begins with a page of its own.
+        """
+        rows = self.capacity(factor) + SLAB_ROWS * len(self.load.experts_of(0))
+        widths = self.input_bytes, self.preactivation_bytes, 4
+        return pages_for([(rows, width) for width in widths], PAGE_BYTES)
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -135,19 +151,25 @@ class Step(nn.Module):
             self.layers.append(layer)
         self.x = torch.randn(shape.load.tokens, shape.hidden, **new).requires_grad_()
         self.stash: Stash | None = None
-        self.when_layers_ran: Callable[[], object] = lambda: None
+        self.note: Callable[[], object] | None = None
 
     def advance(self) -> None:
         """Go on to the load of the next step."""
         self.choice.copy_(next(self.script))
 
     def forward(self) -> list[Tensor]:
-        """The loss and the gradients of input and weights."""
+        """The loss and the gradients of input and weights.
+
+        ``note`` is called when the layers ran forward, and when the loss ran backward.
+        """
         with saving(*([self.stash] if self.stash else [])):
             x = self.x
             for norm, layer in zip(self.norms, self.layers, strict=True):
                 x = x + layer(norm(x))
-            self.when_layers_ran()
+            if self.note is not None:
+                note = self.note
+                note()
+                x.register_hook(lambda _: note())
             loss = x.float().square().mean()
         inputs = [self.x, *self.parameters()]
         grads = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -161,20 +183,22 @@ class Step(nn.Module):
         return self()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """Bytes that a step takes at most beyond what was there before it."""
+class Peaks(NamedTuple):
+    """Bytes that a step takes at most beyond what was there before it, in each of its parts."""
 
     forward: int
     """While the layers run forward."""
-    whole: int
-    """In the whole step."""
+    loss: int
+    """While the loss does, and runs backward."""
+    backward: int
+    """While the layers run backward."""
 
     def with_stash(self, shape: Shape, factor: float, used: int) -> int:
         """What the formula makes of a step without a stash, with ``used`` bytes of pages."""
-        layer = shape.capacity(factor) * sum(shape.row_bytes)
-        forward = self.forward - (shape.layers - 2) * layer
-        return max(forward, self.whole - (shape.layers - 1) * layer) + used
+        rows = shape.capacity(factor)
+        saved = shape.layers * rows * (shape.input_bytes + shape.preactivation_bytes)
+        backward = self.backward + rows * shape.preactivation_bytes
+        return max(self.forward, self.loss, backward) - saved + used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +240,7 @@ def _measure(cases: Sequence[_Case], repeats: int, device: torch.device) -> Iter
     """The rows of one step, as it is and as a graph."""
     shape, factor, imbalance = cases[0].shape, cases[0].factor, cases[0].imbalance
     step = Step(shape, factor, imbalance, device)
-    stash = _warm_stash(step, shape, shape.capacity(factor))
+    stash = _warm_stash(step, shape.layers * shape.pages(factor))
     for case in cases:
         kind = _Captured if case.mode == "captured" else _Eager
         ours, theirs = kind(step, stash), kind(step, None)
@@ -237,26 +261,24 @@ def _measure(cases: Sequence[_Case], repeats: int, device: torch.device) -> Iter
             mode=case.mode,
             imbalance=imbalance,
             capacity_factor=factor,
-            peak_bytes=None if ours.peaks is None else ours.peaks.whole + used,
-            plain_peak_bytes=None if plain is None else plain.whole,
+            peak_bytes=None if ours.peaks is None else max(ours.peaks) + used,
+            plain_peak_bytes=None if plain is None else max(plain),
             expected_peak_bytes=None if plain is None else plain.with_stash(shape, factor, used),
             stash=str(stash.stats()),
         )
 
 
-def _warm_stash(step: Step, shape: Shape, capacity: int) -> Stash:
-    """A stash that has seen the step, in pages for the worst case.
+def _warm_stash(step: Step, pages: int) -> Stash:
+    """A stash that has seen the step, in as many pages as the worst case takes.
 
     With those nothing is kept back while counters are under way.  What the pool itself takes is
     no part of the peaks, the pages that were in use are.
     """
-    whole = pages_for([(capacity, width) for width in shape.row_bytes], PAGE_BYTES)
-    device = step.x.device
-    pool = PagePool(whole * shape.layers * PAGE_BYTES, device=device, page_bytes=PAGE_BYTES)
+    pool = PagePool(pages * PAGE_BYTES, device=step.x.device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
     step.run(stash)  # compiles, and shows the order
     # In new memory the most pages in use are those of the steps from here on.
-    pool.grow((whole * shape.layers + 1) * PAGE_BYTES)
+    pool.grow((pages + 1) * PAGE_BYTES)
     step.run(stash)  # compiles what moves are made with
     return stash
 
@@ -305,14 +327,19 @@ def _peaks_of(step: Step, run: Callable[[], object]) -> Peaks | None:
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, forward = torch.cuda.memory_allocated(), []
-    step.when_layers_ran = lambda: forward.append(torch.cuda.max_memory_allocated() - before)
+    before, peaks = torch.cuda.memory_allocated(), []
+
+    def note() -> None:
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        torch.cuda.reset_peak_memory_stats()
+
+    step.note = note
     try:
         run()
     finally:
-        step.when_layers_ran = lambda: None
-    torch.cuda.synchronize()
-    return Peaks(forward=forward[0], whole=torch.cuda.max_memory_allocated() - before)
+        step.note = None
+    note()
+    return Peaks(*peaks)
 
 
 @contextlib.contextmanager
