@@ -63,7 +63,10 @@ def run(x: torch.Tensor, ends: torch.Tensor) -> None:
     kernels.quantize_float8_rows_and_turned(x, code, ends)
     source = torch.randint(0, len(x), (len(x),), device="cuda")
     kernels.quantize_float8_turned(x, code, ends, source)
-    kernels.quantize_float8_weight(x.unsqueeze(0), code)
+    weight = kernels.quantize_float8_weight_rows(x.unsqueeze(0), code)
+    amax = kernels.largest_of_parts(weight.parts_GPK)
+    for noted in (None, amax):
+        kernels.quantize_float8_weight(x.unsqueeze(0), code, noted)
     scaling, prob = kernels.Scaling(code), torch.rand(len(x), device="cuda")
     h, da = x[:, : x.shape[1] // 2 * 2].bfloat16(), x[:, : x.shape[1] // 2].bfloat16()
     kernels.activate_float8(h, prob, "swiglu", scaling, ends)
@@ -98,8 +101,9 @@ def run_experts(x: torch.Tensor, ends: torch.Tensor) -> None:
     # A buffer that some copies do not fit into, and one that they do not fill.
     for first, room in ((0, rows), (experts // 2, 3 * rows)):
         tally = kernels.count_experts(expert_TK, experts)
+        ends_E = torch.empty(experts - first, dtype=torch.int32, device="cuda")
         source_R, slots_TK, counts = kernels.sort_by_expert(
-            expert_TK, experts - first, first, tally, room
+            expert_TK, experts - first, first, tally, room, ends_E=ends_E
         )
         valid = kernels.fit_groups(counts, room).ends_G[-1:]
         weight_R = kernels.weights_to_rows(prob_TK, slots_TK, room)
@@ -117,6 +121,15 @@ def run_experts(x: torch.Tensor, ends: torch.Tensor) -> None:
     kernels.gathered_mm_dx(y, w, ends, source)
     kernels.gathered_mm_dw_of_input(y, x, ends, source)
     kernels.gathered_mm_dw_of_output(y, x, ends, source)
+    # Rows of codes are fetched in blocks of 128.
+    code = torch.float8_e4m3fn
+    tokens, weights = x.repeat(1, 4)[:, :128], w.flatten(0, 1).repeat(1, 4)[:, :128]
+    codes, scale_inv = kernels.quantize_float8_rows(tokens, code)
+    a = kernels.Scaled(codes.view(code), scale_inv.flatten())
+    codes, scale_inv = kernels.quantize_float8_rows(weights, code)
+    b = kernels.Scaled(codes.view(code).view(experts, 48, 128), scale_inv.view(experts, 48))
+    for fast in (False, True):
+        kernels.float8_gathered_mm(a, b, ends, source, x.dtype, fast_accumulation=fast)
 
 
 KINDS = {"casts": run, "nvfp4": run_nvfp4, "experts": run_experts}
