@@ -1,10 +1,10 @@
 """The paged stash: of what is saved for backward, keep only the rows that are there.
 
 Files, from the handler down to the bytes: ``stash`` decides which values go, ``batch`` is what
-one node saves together, ``region`` which bytes a tensor needs, ``foresight`` guesses what is
-asked for next, ``pool`` holds the pages, ``packing`` says how values lie in them, ``admission``
-who may stash, ``sizing`` how large the pool should be, ``streams`` where copies run;
-``captured_step`` puts it all in a CUDA graph.
+one node saves together, ``claimed`` what it computes in pages, ``region`` which bytes a tensor
+needs, ``foresight`` guesses what is asked for next, ``pool`` holds the pages, ``packing`` says
+how values lie in them, ``admission`` who may stash, ``sizing`` how large the pool should be,
+``streams`` where copies run; ``captured_step`` puts it all in a CUDA graph.
 """
 
 from backstash.stash.admission import Policy

@@ -6,7 +6,9 @@ the pages, or gets the prefix copied into a new buffer before (:mod:`backstash.s
 Copies do not round, so every gradient is that of a run without the stash, bit for bit.
 
 All buffers that one autograd node saves are copied by one launch: the node announces them, and
-the last of them closes the batch.  A tensor nobody announced is a batch of its own.
+the last of them closes the batch.  A tensor nobody announced is a batch of its own.  A node that
+writes into pages itself asks for room before, and of that nothing is copied
+(:mod:`backstash.stash.claimed`).
 
 When a batch is copied is decided in :mod:`backstash.stash.departures`: once a step has shown in
 which order backward asks, the matmuls of the next layer move a batch, or it stays where it is.
