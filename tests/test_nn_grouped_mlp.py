@@ -16,7 +16,7 @@ from backstash.nn import GroupedMLP, RowMap
 from backstash.recipes import Operand, Phase, Role, autocast, quantized_model_init
 from backstash.recipes import recipe as recipe_named
 from backstash.saving import Meter, saving
-from nn_cases import FFN, LOW_PRECISION, RECIPES, G, H, routing
+from nn_cases import FFN, LOW_PRECISION, RECIPES, G, H, routing, shard
 from nn_references import Linears, activate, assert_gradients, double, relative_error
 
 SPLITS = [[5, 0, 31, 1], [0, 0, 37, 0], [0, 0, 0, 0], [31, 33, 1, 0]]
@@ -198,6 +198,19 @@ def test_with_a_row_map_the_tokens_are_saved_and_not_their_copies(recipe: str) -
         y = module(x, counts, rows=rows)
     h, row_map, ends = 4 * rows.rows * 2 * FFN, 2 * 8 * rows.rows, 4 * G
     assert meter.bytes == x.nbytes + h + row_map + ends + noted_bytes(recipe)
+    y.sum().backward()
+
+
+def test_nothing_is_noted_of_a_weight_that_backward_may_get_otherwise() -> None:
+    module = build()
+    shard(module)
+    rows, counts = routing()
+    x = torch.randn(7, H, requires_grad=True)
+    meter = Meter()
+    with autocast(recipe="float8_rowwise"), saving(meter):
+        y = module(x, counts, rows=rows)
+    h, row_map, ends = 4 * rows.rows * 2 * FFN, 2 * 8 * rows.rows, 4 * G
+    assert meter.bytes == x.nbytes + h + row_map + ends
     y.sum().backward()
 
 

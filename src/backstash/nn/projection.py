@@ -111,7 +111,8 @@ class Projection:
         """
         full = materialize_weight_for_forward(weight)[0]
         _check_full(full, wanted, weight)
-        if is_noted and not isinstance(full, QuantizedTensor):
+        # What a provider gives for backward need not be what it gave for forward.
+        if is_noted and full is weight and not isinstance(full, QuantizedTensor):
             full = full if full.dtype == self.dtype else full.to(self.dtype)
             if (cast := self.call.noted_weight(full)) is not None:
                 return cast
