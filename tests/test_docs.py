@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 import shlex
@@ -13,6 +14,7 @@ import tyro
 
 from backstash import cli
 from backstash.bench import Options
+from backstash.stash import Statistics
 from backstash.train.config import TrainConfig
 from backstash.train.folder import RunFolder
 from backstash.train.generate import GenerateConfig
@@ -108,3 +110,10 @@ def test_a_command_of_a_page_has_options_that_there_are(
 
 def test_the_pages_show_every_command() -> None:
     assert {words[0] for _, words in COMMANDS} >= {"train", "generate", "estimate"}
+
+
+def test_the_guide_of_the_stash_explains_every_number_of_its_statistics() -> None:
+    text = text_of(ROOT / "docs" / "guides" / "stash.md")
+    table = text[text.index("## Read the statistics") :]
+    missing = [f.name for f in dataclasses.fields(Statistics) if f"`{f.name}`" not in table]
+    assert not missing
