@@ -14,9 +14,13 @@ from twins import Stack, differing, stack_step, train_twins
 
 from backstash import keep_identity, save_for_backward, saved_values
 from backstash.errors import ConfigError, ModifiedError
+from backstash.moe import Local, MoE
+from backstash.saving import saving
+from backstash.stash import PagePool, Stash
 from backstash.weights import (
     DistributedWeight,
     ShardedWeight,
+    ShardOptions,
     is_distributed_weight,
     shard_weights,
     sharded_weights,
@@ -256,3 +260,25 @@ def test_a_rank_without_late_gradients_joins_those_of_the_others(ranks: Ranks) -
 
 def test_delayed_weight_gradients_are_reduced_when_they_are_computed(ranks: Ranks) -> None:
     ranks.run(delayed, size=3)
+
+
+def experts_in_pages(group: Any, split: str) -> tuple[int, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(16, 8, 4, 2, dispatcher=Local(capacity_factor=2.0)))
+    stash = Stash(PagePool(2**20, device="cpu", page_bytes=512))
+    x = torch.randn(50, 16)
+    gradients: list[list[Any]] = []
+    for is_sharded in (False, True):
+        if is_sharded:
+            shard_weights(model, group, options=ShardOptions(split=split))
+        x_leaf = x.clone().requires_grad_()
+        with saving(*[stash] if is_sharded else []):
+            loss = model(x_leaf).square().sum()
+        loss.backward()
+        gradients.append([loss.detach(), x_leaf.grad])
+    return stash.stats().claimed, all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("split", ["rows", "experts"])
+def test_experts_whose_weights_are_sharded_compute_in_pages(ranks: Ranks, split: str) -> None:
+    assert ranks.run(experts_in_pages, split) == [(1, True)] * 2

@@ -280,10 +280,12 @@ class GroupedMLP(Layer):
         return Begun(feed_forward, None)
 
     def _plan(self, feed_forward: FeedForward, rows: RowMap | None, *, is_combined: bool) -> Plan:
+        # Of a sharded weight only a part is here, so it does not tell.
+        hidden = preactivation_columns(self.activation, self.ffn_hidden_size)
         return Plan(
             feed_forward,
             self.keep(feed_forward.fc1.call),
-            columns=(self.hidden_size, self.fc1_weight.shape[1]),
+            columns=(self.hidden_size, hidden),
             is_gathered=rows is not None and rows.valid is None,
             is_combined=is_combined,
             has_output_bias=self.fc2_bias is not None,
