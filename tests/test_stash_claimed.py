@@ -165,6 +165,38 @@ def test_with_nobody_watching_a_launch_without_room_leaves_a_flag_and_zeros(
 
 
 @by_device
+def test_a_meter_in_front_counts_what_it_counts_without_a_stash(device: str) -> None:
+    experts = Experts(device)
+    stash, alone, in_front = experts.stash(), bs.Meter(), bs.Meter()
+    experts.loss(alone)
+    experts.loss(in_front, stash)
+    assert stash.stats().claimed == LAYERS
+    assert (in_front.bytes, in_front.calls) == (alone.bytes, alone.calls)
+
+
+@by_device
+def test_a_handler_that_knows_nothing_of_places_is_offered_tensors(device: str) -> None:
+    experts = Experts(device)
+    stash = experts.stash()
+    loss = experts.loss(Copying(experts.stash()), stash)
+    assert stash.stats().claimed == 0
+    assert_equal(experts.gradients(loss), experts.gradients(experts.loss()))
+
+
+@by_device
+def test_who_waits_for_room_waits_to_compute_in_pages_too(device: str) -> None:
+    experts = Experts(device)
+    wanted = experts.gradients(experts.loss())
+    rows = [int(layer.last_load[:4].sum()) for layer in experts.layers]  # pyright: ignore
+    most = 2 * max(-(-count // 64) + 4 for count in rows) * LAYERS * 16
+    stash = experts.stash(most, policy=Policy.WAIT)
+    for _ in range(3):
+        assert_equal(experts.gradients(experts.loss(stash)), wanted)
+        assert_nothing_is_held(stash)
+    assert stash.stats().claimed == 3 * LAYERS
+
+
+@by_device
 def test_a_graph_that_is_dropped_gives_its_pages_back(device: str) -> None:
     experts = Experts(device)
     stash = experts.stash()

@@ -24,6 +24,7 @@ from torch import Tensor
 import backstash as bs
 from backstash import kernels
 from backstash.kernels import InPages
+from backstash.kernels.reference.slabs import write_slabs
 from backstash.stash import Policy, Stash
 from stash_cases import assert_nothing_is_held, pool
 
@@ -59,6 +60,7 @@ class Stashing(RuleBasedStateMachine):
     """Nodes with one to twelve buffers come, are asked for in any order, and go in any."""
 
     values = Bundle("values")
+    page_bytes = PAGE
 
     @initialize(
         pages=st.integers(0, 60) | st.integers(100, 1000),
@@ -67,7 +69,7 @@ class Stashing(RuleBasedStateMachine):
         ahead=st.integers(0, 2),
     )
     def build(self, pages: int, host_pages: int, policy: Policy, ahead: int) -> None:
-        memory = pool(pages, host_pages, page_bytes=PAGE)
+        memory = pool(pages, host_pages, page_bytes=self.page_bytes)
         self.stash = Stash(memory, policy=policy, ahead=ahead)
         self.given: list[Given] = []
         self.seed = 0
@@ -174,6 +176,36 @@ class Stashing(RuleBasedStateMachine):
         assert_nothing_is_held(self.stash)
 
 
+class Computing(Stashing):
+    """Nodes may compute in pages, of one column of 64 rows each, what they save."""
+
+    values = Stashing.values
+    page_bytes = 128
+
+    @rule(
+        target=values,
+        counts=st.lists(st.integers(0, 150), min_size=1, max_size=4),
+        columns=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        is_saved=st.booleans(),
+    )
+    def compute_in_pages(self, counts: list[int], columns: list[int], is_saved: bool) -> Any:
+        """What a node claims it may never save."""
+        valid, ends = sum(counts), torch.tensor(counts).cumsum(0).int()
+        like = torch.empty(0, dtype=torch.float16)
+        places = self.stash.claim(like, columns, valid + 3, ends) or []
+        given = []
+        for place in places:
+            value = torch.randn(place.slabs.shape).half()
+            write_slabs(value, place.slabs)
+            given.append((value, place.stand_in))
+        if not is_saved:
+            return multiple()
+        self.stash.expect([stand_in for _, stand_in in given])
+        new = [Given(value, valid, self.stash.pack(one, None)) for value, one in given]
+        self.given += new
+        return multiple(*new)
+
+
 FEW = settings(
     max_examples=15,
     stateful_step_count=30,
@@ -182,6 +214,8 @@ FEW = settings(
 )
 TestStashing = Stashing.TestCase
 TestStashing.settings = FEW
+TestComputing = Computing.TestCase
+TestComputing.settings = FEW
 
 
 @pytest.fixture
@@ -197,7 +231,8 @@ def young_memory() -> Iterator[None]:
 @pytest.mark.timeout(0)
 @pytest.mark.usefixtures("young_memory")
 @pytest.mark.parametrize("first", range(20))
-def test_ten_thousand_programs(first: int) -> None:
+@pytest.mark.parametrize("programs", [Stashing, Computing])
+def test_ten_thousand_programs(programs: type[Stashing], first: int) -> None:
     """The same ones every time: 500 from each of twenty seeds."""
     many = settings(FEW, max_examples=500, database=None, print_blob=True)
-    run_state_machine_as_test(seed(first)(Stashing), settings=many)
+    run_state_machine_as_test(seed(first)(programs), settings=many)

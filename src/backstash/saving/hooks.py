@@ -229,15 +229,19 @@ def claim_places(
     """Ask where matrices that a node will compute and save should be computed.
 
     They have ``rows`` rows, of groups with these ends, so many columns each, and what ``like``
-    has: its dtype and device.  The handler that would be offered them first decides, if it has a
-    method ``claim(like, columns, rows, ends_G)``.  None where they are to be computed anywhere, and
-    offered as always.
+    has: its dtype and device.  Handlers are asked in order by ``claim(like, columns, rows,
+    ends_G)``, up to one that has no such method, as it would be offered a tensor without values.
+    None where they are to be computed anywhere, and offered as always.
     """
     frame = _innermost()
-    if frame is None or not frame.active or not frame.handlers:
-        return None
-    claim = getattr(frame.handlers[0], "claim", None)
-    return None if claim is None else claim(like, columns, rows, ends_G)
+    for handler in frame.handlers if frame is not None and frame.active else ():
+        claim = getattr(handler, "claim", None)
+        if claim is None:
+            return None
+        places = claim(like, columns, rows, ends_G)
+        if places is not None:
+            return places
+    return None
 
 
 def announce_product() -> Moves | None:

@@ -26,9 +26,9 @@ Fits = Callable[[InPages], bool]
 
 
 class Place(NamedTuple):
-    """Where a handler wants a value computed, and what to save in its stead: a tensor of nothing.
+    """Where a handler wants a value computed, and what to save in its stead.
 
-    Backward gets the value for it.
+    That is a tensor of the same shape on no device, without values; backward gets those.
     """
 
     slabs: Slabs

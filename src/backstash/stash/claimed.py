@@ -1,8 +1,8 @@
 """Batches whose buffers are computed in their pages, so that there is nothing to copy.
 
 A node that can write what it saves into slabs (:mod:`backstash.kernels.reference.slabs`) asks for
-places before it computes.  What it then saves are stand-ins, tensors of nothing, which the stash
-knows by their storages.  Backward reads the slabs where they are; whoever else asks gets the rows
+places before it computes.  What it then saves are stand-ins, tensors without values, which the
+stash knows by their storages.  Backward reads the slabs where they are; whoever else asks gets the rows
 in a buffer of their own, as of any batch.
 """
 
@@ -47,8 +47,8 @@ class ClaimedBatch(Batch):
         """Where each matrix is to be computed, and the handle for what is saved instead."""
         found = []
         for slot, columns in enumerate(self._matrices.columns):
-            stand_in = torch.empty(0, columns, dtype=self._matrices.dtype, device=self.pool.device)
             size = torch.Size((self._matrices.rows, columns))
+            stand_in = torch.empty(size, dtype=self._matrices.dtype, device="meta")
             view = View(self._matrices.dtype, size, contiguous_stride(size), 0)
             kept = Kept(self, slot, StorageWeakRef(stand_in.untyped_storage()), None)
             found.append((Place(self._slabs(slot), stand_in), Saved(kept, view)))

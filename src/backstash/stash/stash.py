@@ -155,9 +155,9 @@ class Stash:
             self._begin()
             account = None
             if not self.is_unattended:
-                if not self._makes_room(worst):
+                account = self._admit_on_device(worst)
+                if account is None:
                     return None
-                account, _ = pool.admit(worst, Policy.KEEP)
             batch = ClaimedBatch(pool, self._number, account, matrices)
             self._count(batch)
             self._counts["claimed"] += 1
@@ -273,6 +273,18 @@ class Stash:
             self._departures.send_all()
             has_room = self.pool.has_room(worst)
         return has_room
+
+    def _admit_on_device(self, worst: int) -> Account | None:
+        """Pages of the device, waited for if the policy says so."""
+        waits = self.policy is Policy.WAIT
+        if not waits and not self._makes_room(worst):
+            return None
+        account, waited = self.pool.admit(worst, Policy.WAIT if waits else Policy.KEEP)
+        self._counts["waits"] += waited
+        if account is None or account.is_on_device:
+            return account
+        self.pool.drop(account)
+        return None
 
     def _count(self, batch: Batch) -> None:
         self._live[self._number] = batch
