@@ -264,7 +264,7 @@ def test_delayed_weight_gradients_are_reduced_when_they_are_computed(ranks: Rank
 
 def experts_in_pages(group: Any, split: str) -> tuple[int, bool]:
     torch.manual_seed(0)
-    model = nn.Sequential(MoE(16, 8, 4, 2, dispatcher=Local(capacity_factor=2.0)))
+    model = nn.Sequential(MoE(16, 12, 4, 2, dispatcher=Local(capacity_factor=2.0)))
     stash = Stash(PagePool(2**20, device="cpu", page_bytes=512))
     x = torch.randn(50, 16)
     gradients: list[list[Any]] = []
