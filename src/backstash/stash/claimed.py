@@ -2,8 +2,8 @@
 
 A node that can write what it saves into slabs (:mod:`backstash.kernels.reference.slabs`) asks for
 places before it computes.  What it then saves are stand-ins, tensors without values, which the
-stash knows by their storages.  Backward reads the slabs where they are; whoever else asks gets the rows
-in a buffer of their own, as of any batch.
+stash knows by their storages.  Backward reads the slabs where they are; whoever else asks gets
+the rows in a buffer of their own, as of any batch.
 """
 
 from __future__ import annotations
