@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from backstash import kernels
+from backstash.errors import ShapeError
 from backstash.kernels.reference.pages import RECEIPT_OVERFLOW, PoolState
 from backstash.kernels.reference.slabs import SLAB_ROWS, write_slabs
 from paged_cases import new_pool
@@ -81,6 +82,15 @@ def test_products_and_the_activation_are_those_of_rows(counts):
     dy = torch.randn(len(x), 5)
     dw = kernels.grouped_mm_dw_of_pages(dy, x_slabs, ends)
     assert torch.equal(dw, kernels.grouped_mm_dw(dy, x, ends))
+
+
+@pytest.mark.parametrize("shape", [(2, F + 1, H), (2, F, H + 1), (3, F, H)])
+def test_weights_of_another_shape_are_refused(shape):
+    counts = [70, 3]
+    ends, x = ends_of(counts, "cpu"), matrix(counts, H)
+    x_slabs, h_slabs = placed(ends, [x], PAGE, more=[F])
+    with pytest.raises(ShapeError, match="; "):
+        kernels.grouped_mm_in_slabs(x_slabs, torch.randn(shape), h_slabs)
 
 
 def test_a_launch_without_room_claims_nothing_and_its_values_are_zeros():

@@ -265,6 +265,7 @@ def permute_into_slabs(x_TH: Tensor, source_R: Tensor, into: Slabs) -> None:
 def grouped_mm_in_slabs(x: Slabs, w_GNK: Tensor, into: Slabs) -> None:
     """Multiply rows in slabs by their group's weight, into slabs of the same launch."""
     check_grouped("grouped_mm_in_slabs", _shaped(x, w_GNK), w_GNK, x.ends_G, columns_dim=2)
+    reference.check_into(x, w_GNK, into)
     if x.shape[0] and len(w_GNK):
         multiply_slabs(x, aligned(w_GNK), x.ends_G, into)
 

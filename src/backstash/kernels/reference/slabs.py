@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backstash.errors import ShapeError
 from backstash.kernels.reference.grouped_mm import grouped_mm
 from backstash.kernels.reference.pages import TABLE_HEADER, take_pages
 from backstash.kernels.reference.permute import permute
@@ -145,8 +146,24 @@ def permute_into_slabs(x_TH: Tensor, source_R: Tensor, into: Slabs) -> None:
 
 
 def grouped_mm_in_slabs(x: Slabs, w_GNK: Tensor, into: Slabs) -> None:
-    """:func:`grouped_mm` of rows in slabs, into slabs of the same launch."""
+    """:func:`grouped_mm` of rows in slabs, into slabs of the same launch.
+
+    Raises:
+        ShapeError: the shapes do not fit each other.
+        DtypeError: the dtypes differ.
+    """
+    check_into(x, w_GNK, into)
     write_slabs(grouped_mm(slab_values(x), w_GNK, x.ends_G), into)
+
+
+def check_into(x: Slabs, w_GNK: Tensor, into: Slabs) -> None:
+    """Refuse slabs of another shape than the product's: it would be written to other pages."""
+    wanted = (x.shape[0], w_GNK.shape[1])
+    if tuple(into.shape) != wanted:
+        raise ShapeError(
+            f"grouped_mm_in_slabs needs slabs for a result of shape {wanted}, got "
+            f"{tuple(into.shape)}; claim them for as many columns as the weights have rows"
+        )
 
 
 def _height(slabs: Slabs) -> int:
