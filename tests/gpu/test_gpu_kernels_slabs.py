@@ -10,6 +10,7 @@ import torch
 
 from backstash import kernels
 from backstash.kernels.reference import slabs as reference
+from backstash.kernels.reference.pages import RECEIPT_PENDING
 from host_reads import no_host_reads
 from interpreter import by_device, run_interpreted
 from paged_cases import new_pool
@@ -41,6 +42,21 @@ def test_what_is_claimed_and_counted_is_what_the_reference_claims(
         last = slabs[0].first + sum(-(-c // 64) for c in counts) * slabs[0].pitch
         table = slabs[0].table[:last]
         found.append([table.cpu(), slabs[0].shift_G.cpu(), pool.state.cpu(), pool.receipt.clone()])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@by_device
+def test_a_buffer_without_rows_takes_no_pages_and_says_so(device: str) -> None:
+    found = []
+    for module in (reference, twins):
+        pool = new_pool(3, 0, 512, device)
+        pool.receipt.fill_(RECEIPT_PENDING)
+        slabs = claimed(pool, ends_of([0, 0], device), 0, [4, 12], torch.bfloat16, module)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert int(pool.receipt) == 0
+        found.append([slabs[0].table.cpu(), slabs[0].shift_G.cpu(), pool.state.cpu()])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -216,8 +216,10 @@ def claim_slabs(
     groups, width = len(ends_G), slab_width(dtype, page_bytes)
     strips = tuple([c // width for c in columns])
     size = device_pages.numel() // page_bytes
+    programs = ceil_div(slabs_for(rows, groups) * sum(strips), _CLAIMED)
     _launch_claim(
-        min(ceil_div(slabs_for(rows, groups) * sum(strips), _CLAIMED), _PROGRAMS),
+        # One at least: that no pages are needed has to be written down as well.
+        min(max(programs, 1), _PROGRAMS),
         ends_G,
         shift_G,
         table,
