@@ -117,6 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "shared": {"model": {"shared_width": 512}},
     "shared, stash": {"stash": True, "model": {"shared_width": 512, "capacity_factor": 2.0}},
+    "much room, stash": {"stash": True, "model": {"layers": 4, "capacity_factor": 4.0}},
     "two passes": {"accumulate": 2, "stash": True, "model": {"capacity_factor": 2.0}},
     "vocabulary": {"model": {"vocabulary": 32768}},
     "weights": {"batch": 2, "model": {"experts": 32}},

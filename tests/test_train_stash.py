@@ -17,7 +17,7 @@ from backstash.errors import ConfigError
 from backstash.train import metrics
 from backstash.train.config import TrainConfig, config_from_json, config_to_json
 from backstash.train.demo import account, summarize, table
-from backstash.train.estimate import estimate
+from backstash.train.estimate import computes_in_slabs, estimate
 from backstash.train.loop import Trainer
 from backstash.train.metrics import PlainOutput, describe
 from backstash.train.peak import table as estimate_table
@@ -255,6 +255,25 @@ def test_the_estimate_is_what_the_stash_then_holds(
     # Not to the byte: codes and scales fill pages of their own, and scales for the last, partly
     # filled block of each expert are there only if it has rows.
     assert held == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("shared_width", [0, 32])
+def test_the_estimate_counts_whole_slabs_for_each_expert(tmp_path: Path, shared_width: int) -> None:
+    page_bytes = 64 * 16 * 4  # 16 columns of float32
+    model = small_model(capacity_factor=2.0, shared_width=shared_width, layers=3)
+    fields = {"recipe": "high_precision", "stash_page_bytes": page_bytes}
+    config = stashed_run(tmp_path, model=model, **fields)
+    assert computes_in_slabs(config)
+    train = trainer(config)
+    reading = train.step().stash
+    assert reading is not None
+    assert train.stash is not None
+    assert train.stash.stats().claimed == model.layers
+    held = reading.stash_pages_used * page_bytes
+    columns = model.hidden + 2 * model.expert_width
+    spared = model.layers * model.experts * columns // 16 * page_bytes
+    # An expert's last slab may be as good as empty, or full.
+    assert estimate(config).stash_bytes - spared <= held <= estimate(config).stash_bytes
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non_reentrant"])

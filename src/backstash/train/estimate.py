@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backstash import kernels
 from backstash.device import default_device
 from backstash.formats import Format, HighPrecisionFormat, Usage
 from backstash.recipes import Operand, Phase, Role
@@ -25,6 +26,8 @@ from backstash.train.config import ModelConfig, TrainConfig
 from backstash.train.names import layer_name
 
 _INT64, _INT32, _FLOAT32 = 8, 4, 4
+#: Of a page that the matmuls of a GPU write.
+_SLAB_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +86,54 @@ def stash_bytes(config: TrainConfig) -> int:
 
 
 def _stashed_bytes(config: TrainConfig, layer: int) -> int:
-    rows, page_bytes = valid_rows(config), config.stash_page_bytes
-    shared = offered_by_shared(config, layer)
-    valid = [*expert_buffers(config, layer, rows), *shared]
-    room = [*expert_buffers(config, layer, buffer_rows(config)), *shared]
+    page_bytes, shared = config.stash_page_bytes, offered_by_shared(config, layer)
     # A buffer that is no larger than a page stays where it is.
-    taken = [(1, v) for v, most in zip(valid, room, strict=True) if most > page_bytes]
+    taken = [(1, nbytes) for nbytes in shared if nbytes > page_bytes]
+    if computes_in_slabs(config):
+        return _slab_bytes(config) + pages_for(taken, page_bytes) * page_bytes
+    valid, room = (
+        expert_buffers(config, layer, rows) for rows in (valid_rows(config), buffer_rows(config))
+    )
+    taken += [(1, v) for v, most in zip(valid, room, strict=True) if most > page_bytes]
     return pages_for(taken, page_bytes) * page_bytes
+
+
+def _slab_bytes(config: TrainConfig) -> int:
+    """Pages of what the experts of a layer compute in them: input, and pre-activation."""
+    dtype, page_bytes = getattr(torch, config.dtype), config.stash_page_bytes
+    wide = sum(_slab_columns(config)) // kernels.slab_width(dtype, page_bytes)
+    return kernels.slabs_for(valid_rows(config), config.model.experts) * wide * page_bytes
+
+
+def _slab_columns(config: TrainConfig) -> tuple[int, int]:
+    return config.model.hidden, 2 * config.model.expert_width
+
+
+def computes_in_slabs(config: TrainConfig) -> bool:
+    """Do experts write what they save into the pages of the run's stash as they compute it?
+
+    They do with a buffer's rows in high precision, which are whole pages wide; on a GPU, taken to
+    be of Hopper's kind, with 16 bits a value and pages of 16 KB at least.
+    """
+    if not config.stash or config.recompute != "none" or config.model.capacity_factor is None:
+        return False
+    like = torch.empty(0, dtype=getattr(torch, config.dtype), device="cpu")
+    is_multiplied = config.stash_page_bytes >= _SLAB_BYTES and like.itemsize == 2
+    if not (is_multiplied or _device_kind(config) == "cpu"):
+        return False
+    first, second = (layer_name(0, f"moe.experts.{name}") for name in ("fc1", "fc2"))
+    roles = (
+        (Operand.INPUT, Phase.FORWARD, first),
+        (Operand.INPUT, Phase.BACKWARD, first),
+        (Operand.WEIGHT, Phase.FORWARD, first),
+        (Operand.PREACTIVATION, Phase.BACKWARD, first),
+        (Operand.GRADIENT, Phase.BACKWARD, first),
+        (Operand.INPUT, Phase.FORWARD, second),
+    )
+    formats = [config.formats.format(Role(o, phase, "", name)) for o, phase, name in roles]
+    return all(isinstance(format, HighPrecisionFormat) for format in formats) and (
+        kernels.has_slabs(like, _slab_columns(config), config.stash_page_bytes)
+    )
 
 
 def count_parameters(model: ModelConfig, *, experts: int) -> int:
@@ -144,9 +188,12 @@ def attention_bytes(config: TrainConfig, layer: int) -> int:
 
 def kept_kv_heads(config: TrainConfig) -> int:
     """Return the heads of keys and values that the attention is given."""
-    kind = default_device().type if config.device == "auto" else config.device.partition(":")[0]
-    is_repeated = repeats_heads(getattr(torch, config.dtype), kind)
+    is_repeated = repeats_heads(getattr(torch, config.dtype), _device_kind(config))
     return config.model.heads if is_repeated else config.model.kv_heads
+
+
+def _device_kind(config: TrainConfig) -> str:
+    return default_device().type if config.device == "auto" else config.device.partition(":")[0]
 
 
 def _mixture_bytes(config: TrainConfig, layer: int) -> int:

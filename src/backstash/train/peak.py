@@ -3,8 +3,9 @@
 In every moment there are the weights, the optimizer's state, the pages of a stash, and the
 workspaces of the matmul library.  What comes on top is largest in one of six moments:
 
-- the experts of the last layer run forward under a stash: all that is in no page, and the buffers
-  of that layer and of the one before it, which it moves into pages meanwhile;
+- the experts of the last layer run forward under a stash: all that is in no page, and, unless they
+  are computed there, the buffers of that layer and of the one before it, which it moves into pages
+  meanwhile;
 - the loss runs backward: all that was saved, and the gradient of the logits twice;
 - the experts of the last layer run backward: all that the layers saved, and what one layer works
   with;
@@ -41,6 +42,7 @@ from backstash.train.config import TrainConfig
 from backstash.train.estimate import (
     attention_bytes,
     buffer_rows,
+    computes_in_slabs,
     ends_saved_bytes,
     estimate,
     expert_buffers,
@@ -107,9 +109,15 @@ def pool_bytes(config: TrainConfig) -> int:
 
 def _taken_buffers(config: TrainConfig) -> list[int]:
     """Bytes of each of a layer's buffers that a stash lets go."""
-    return _taken(config, expert_buffers(config, 0, buffer_rows(config))) + _taken(
-        config, shared_buffers(config, 0)
-    )
+    experts = expert_buffers(config, 0, buffer_rows(config))
+    # Beside what is computed in pages, routing weights stay.
+    own = experts[:2] if computes_in_slabs(config) else _taken(config, experts)
+    return own + _taken(config, shared_buffers(config, 0))
+
+
+def _moved_buffers(config: TrainConfig) -> list[int]:
+    """Bytes of the experts' buffers in one layer that are there before they are in pages."""
+    return [] if computes_in_slabs(config) else expert_buffers(config, 0, buffer_rows(config))
 
 
 def _taken(config: TrainConfig, buffers: list[int]) -> list[int]:
@@ -120,7 +128,7 @@ def _taken(config: TrainConfig, buffers: list[int]) -> list[int]:
 def _forward_bytes(config: TrainConfig) -> int:
     """What the experts of the last layer work with in forward, and what a stash has whole."""
     model, rows, itemsize = config.model, buffer_rows(config), itemsize_of(config)
-    own = sum(_taken(config, expert_buffers(config, 0, rows)))
+    own = sum(_taken(config, _moved_buffers(config)))
     shared = sum(_taken(config, offered_by_shared(config, 0)))
     whole = own + shared if model.shared_width else min(2, model.layers) * own
     return rows * (model.expert_width + model.hidden) * itemsize + whole
@@ -129,7 +137,7 @@ def _forward_bytes(config: TrainConfig) -> int:
 def _newest_bytes(config: TrainConfig) -> int:
     """What a stash never lets go, because backward begins with it."""
     layers = config.model.layers
-    own = sum(_taken(config, expert_buffers(config, 0, buffer_rows(config))))
+    own = sum(_taken(config, _moved_buffers(config)))
     shared = sum(_taken(config, offered_by_shared(config, 0)))
     # What is not copied counts with all its rows, for which there must be room.
     others = stash_bytes(config) * (layers - 2) // layers
@@ -144,7 +152,7 @@ def _whole_bytes(config: TrainConfig, *, is_last: bool) -> int:
     That is what they saved and what is expected next, of the shared expert or of the next layer:
     copied back, or never let go if backward begins with it.  What is read in its pages is neither.
     """
-    buffers = expert_buffers(config, 0, buffer_rows(config))
+    buffers = _moved_buffers(config)
     own, copied = (sum(_taken(config, some)) for some in (buffers, _copied(config, buffers)))
     is_alone = not config.model.shared_width
     if not is_alone:
@@ -209,6 +217,7 @@ def _experts_bytes(config: TrainConfig, *, is_last: bool) -> int:
     whole = _whole_bytes(config, is_last=is_last)
     hidden, *_ = expert_buffers(config, 0, buffer_rows(config))
     is_paged = hidden in _taken(config, [hidden]) and whole < hidden
+    is_paged |= computes_in_slabs(config)
     return _working_bytes(config, 0 if is_paged else hidden) + whole
 
 
