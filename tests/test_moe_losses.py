@@ -114,7 +114,7 @@ def test_a_recomputation_enters_no_collective(
     reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         monkeypatch.setattr(dist, "all_reduce", lambda x, group: entered.append(x.shape))
         config = RouterConfig(aux_loss_weight=0.1, z_loss_weight=0.1, group=dist.group.WORLD)
