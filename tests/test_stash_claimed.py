@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash import kernels
@@ -31,13 +32,15 @@ class Claiming(Copying):
 class Experts:
     """Layers of a Mixture of Experts on buffers of one rank."""
 
-    def __init__(self, device: str, *, recipe: str = "high_precision", **options: Any) -> None:
+    def __init__(
+        self, device: str, *, recipe: str = "high_precision", keep: Any = range(4), **options: Any
+    ) -> None:
         torch.manual_seed(0)
         is_gpu = device == "cuda"
         self.page_bytes = 65536 if is_gpu else 512
         self.recipe = bs.recipe(recipe)
         hidden, ffn = (512, 256) if is_gpu else (16, 8)
-        dispatcher = bs.Local(capacity_factor=2.0, keep_experts=range(4))
+        dispatcher = bs.Local(capacity_factor=2.0, keep_experts=keep)
         new = {"device": device, "dtype": torch.bfloat16 if is_gpu else torch.float32}
         self.layers = torch.nn.ModuleList(
             bs.MoE(hidden, ffn, 8, 2, dispatcher=dispatcher, **new, **options)
@@ -51,7 +54,11 @@ class Experts:
         return Stash(pool, **options)
 
     def loss(self, *handlers: Any) -> Tensor:
-        with bs.autocast(recipe=self.recipe), bs.saving(*handlers):
+        with bs.saving(*handlers):
+            return self.loss_here()
+
+    def loss_here(self) -> Tensor:
+        with bs.autocast(recipe=self.recipe):
             x = self.x
             for layer in self.layers:
                 x = x + layer(x)
@@ -232,6 +239,108 @@ def test_under_other_recipes_and_compressed_everything_is_stashed_as_ever(
         assert_equal(experts.gradients(experts.loss(stash)), wanted)
     assert stash.stats().claimed == 0
     assert_nothing_is_held(stash)
+
+
+@by_device
+def test_compressed_values_are_copied_as_ever(device: str) -> None:
+    experts = Experts(device)
+    stash = experts.stash(compress=bs.MXFP8)
+    experts.gradients(experts.loss(stash))
+    assert stash.stats().claimed == 0
+    assert stash.stats().batches > 0
+    assert_nothing_is_held(stash)
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "claimed", "device"),
+    [
+        (256, LAYERS, "cpu"),
+        (64, 0, "cpu"),  # no column of 64 rows
+        pytest.param(131072, 0, "cuda", marks=pytest.mark.gpu),  # wider than the rows
+        pytest.param(32768, 0, "cuda", marks=pytest.mark.gpu),  # narrower than tiles of products
+    ],
+)
+def test_pages_that_hold_no_slab_are_filled_by_copies(
+    page_bytes: int, claimed: int, device: str
+) -> None:
+    experts = Experts(device)
+    experts.page_bytes = page_bytes
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    assert_equal(experts.gradients(experts.loss(stash)), wanted)
+    assert stash.stats().claimed == claimed
+    assert_nothing_is_held(stash)
+
+
+@by_device
+def test_a_rank_without_rows_claims_no_page(device: str) -> None:
+    experts = Experts(device)
+    for layer in experts.layers:
+        # Nobody is sent to the experts that are here.
+        layer.router.expert_bias[:4] = -1e4  # pyright: ignore
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    loss = experts.loss(stash)
+    assert (stash.stats().claimed, stash.stats().device_used) == (LAYERS, 0)
+    assert_equal(experts.gradients(loss), wanted)
+    del loss
+    assert_nothing_is_held(stash)
+
+
+@by_device
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_inside_a_checkpoint_and_around_one_gradients_are_the_same(
+    device: str, reentrant: bool
+) -> None:
+    experts = Experts(device)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+
+    def inside(x: Tensor, layer: Any) -> Tensor:
+        with bs.saving(stash):
+            return x + layer(x)
+
+    for handlers, run in (([], inside), ([stash], lambda x, layer: x + layer(x))):
+        for _ in range(2):
+            x = experts.x
+            with bs.saving(*handlers):
+                for layer in experts.layers:
+                    x = checkpoint(run, x, layer, use_reentrant=reentrant)
+            loss = x.float().square().sum()
+            # With reentry only .grad can be asked for.
+            experts.x.grad = None
+            experts.layers.zero_grad()
+            loss.backward()
+            leaves = [experts.x, *experts.layers.parameters()]
+            grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            assert_equal([loss.detach(), *grads], wanted)
+            del loss, x
+            assert_nothing_is_held(stash)
+
+
+@by_device
+@pytest.mark.parametrize("is_outside", [True, False], ids=["outside", "inside"])
+def test_beside_hooks_of_others_gradients_are_the_same(device: str, is_outside: bool) -> None:
+    experts = Experts(device)
+    stash, wanted = experts.stash(), experts.gradients(experts.loss())
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    contexts = [hooks, bs.saving(stash)] if is_outside else [bs.saving(stash), hooks]
+    for _ in range(2):
+        with contexts[0], contexts[1]:
+            loss = experts.loss_here()
+        assert_equal(experts.gradients(loss), wanted)
+        del loss
+    assert (stash.stats().claimed > 0) == is_outside
+    assert_nothing_is_held(stash)
+
+
+@by_device
+def test_of_two_stashes_the_second_takes_what_the_first_has_no_room_for(device: str) -> None:
+    experts = Experts(device)
+    small, large = experts.stash(1, policy=Policy.KEEP), experts.stash()
+    wanted = experts.gradients(experts.loss())
+    for _ in range(2):
+        assert_equal(experts.gradients(experts.loss(small, large)), wanted)
+    assert (small.stats().claimed, large.stats().claimed) == (0, 2 * LAYERS)
+    assert_nothing_is_held(small)
+    assert_nothing_is_held(large)
 
 
 @pytest.mark.gpu
