@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash import kernels
 from backstash.errors import ConfigError, DtypeError, ShapeError
 from backstash.formats import MXFP8
-from backstash.moe import MoE, RouterConfig
+from backstash.moe import Local, MoE, RouterConfig
 from backstash.moe import router as router_file
 from backstash.recipes import autocast, recipe
 from backstash.saving import Meter, saving
@@ -330,9 +330,10 @@ def test_sizes_that_mean_nothing_are_refused_with_a_remedy():
         MoE(H, 0, E, K)
 
 
-def test_a_dispatcher_by_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dispatcher must have dispatch, .*'local'; pass Local"):
-        MoE(8, 8, 2, 1, dispatcher="local")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("given", ["local", Local], ids=["name", "class"])
+def test_what_is_no_dispatcher_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dispatcher must have dispatch, .*; pass Local\(\)"):
+        MoE(8, 8, 2, 1, dispatcher=given)
 
 
 def test_a_graph_that_hooks_give_back_as_it_came_is_freed() -> None:

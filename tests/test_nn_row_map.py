@@ -88,8 +88,12 @@ def test_choices_and_weights_that_do_not_fit_are_refused() -> None:
         RowMap.by_expert(expert_TK.float(), 2)
     with pytest.raises(ConfigError, match="num_experts"):
         RowMap.by_expert(expert_TK, 0)
+    with pytest.raises(DtypeError, match=r"integer tensor \(T, K\), got list; pass what topk"):
+        RowMap.by_expert([[0, 1]], 2)  # pyright: ignore[reportArgumentType]
     rows, _ = RowMap.by_expert(expert_TK, 2)
     with pytest.raises(ShapeError, match=r"each of \(1, 2\) copies, got shape \(2,\)"):
         rows.weights(torch.ones(2))
     with pytest.raises(DeviceError, match="row map is on cpu, the weights are on meta"):
         rows.weights(torch.ones(1, 2, device="meta"))
+    with pytest.raises(DtypeError, match=r"floating-point tensor, got torch\.int64; use float32"):
+        rows.weights(expert_TK)

@@ -78,7 +78,7 @@ class MoE(nn.Module):
         check_name(name)
         self.hidden_size = hidden_size
         self.dispatcher = Local() if dispatcher is None else dispatcher
-        if not callable(getattr(self.dispatcher, "dispatch", None)):
+        if isinstance(self.dispatcher, type) or not hasattr(self.dispatcher, "dispatch"):
             raise ConfigError(
                 f"dispatcher must have dispatch, combine and local_experts, got {dispatcher!r}; "
                 "pass Local(), or leave it out"

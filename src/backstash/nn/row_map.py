@@ -70,6 +70,11 @@ class RowMap:
             ConfigError: there is no expert.
         """
         check_sizes(num_experts=num_experts, least=1)
+        if not isinstance(expert_TK, Tensor):
+            raise DtypeError(
+                f"expert_TK must be an integer tensor (T, K), got {type(expert_TK).__name__}; pass "
+                "what topk gave as indices"
+            )
         source_R, slots_TK, counts_E = kernels.sort_by_expert(expert_TK, num_experts)
         return cls(source_R, slots_TK), counts_E
 
@@ -78,9 +83,12 @@ class RowMap:
         """The weight ``(R,)`` of each row, from that of each copy ``(T, K)``; differentiable.
 
         Raises:
-            ShapeError: there is not one weight for each copy.
+            ShapeError, DtypeError: there is not one number for each copy.
             DeviceError: the weights are on another device.
         """
+        if not isinstance(weight_TK, Tensor) or not weight_TK.is_floating_point():
+            came = weight_TK.dtype if isinstance(weight_TK, Tensor) else type(weight_TK).__name__
+            raise DtypeError(f"weights must be a floating-point tensor, got {came}; use float32")
         if weight_TK.shape != self.slots_TK.shape:
             raise ShapeError(
                 f"weights needs one number for each of {tuple(self.slots_TK.shape)} copies, got "
