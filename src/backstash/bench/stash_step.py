@@ -276,10 +276,10 @@ def _warm_stash(step: Step, pages: int) -> Stash:
     """
     pool = PagePool(pages * PAGE_BYTES, device=step.x.device, page_bytes=PAGE_BYTES)
     stash = Stash(pool)
-    step.run(stash)  # compiles, and shows the order
+    step.run(stash)  # compiles
     # In new memory the most pages in use are those of the steps from here on.
     pool.grow((pages + 1) * PAGE_BYTES)
-    step.run(stash)  # compiles what moves are made with
+    step.run(stash)  # as all later steps will
     return stash
 
 
