@@ -1,10 +1,11 @@
 """Rows sorted by expert on a GPU, by counting: the twins of the reference.
 
 Sorting works in blocks of rows.  The first launch counts each block's rows of each expert; the
-second adds up the blocks before each block; the third places each row: where its expert starts,
-after the rows of that expert in the blocks before, and before it in its own.  The first two are
-what a router counts its rows with, and who has its tally does the third alone.  Counts and places
-are integers, so they are the reference's to the last bit.
+second adds up the blocks before each block; the third sorts each block by keys no two of which are
+equal, and places each row: where its expert starts, after the rows of that expert in the blocks
+before, and before it in its own.  The first two are what a router counts its rows with, and who
+has its tally does the third alone.  Counts and places are integers, so they are the reference's
+to the last bit.
 
 Letters: T tokens, K experts a token, R rows, E experts, S blocks of rows.
 """
@@ -24,41 +25,29 @@ from backstash.kernels.reference import routing as reference
 from backstash.kernels.reference.routing import Tally, check_experts
 from backstash.kernels.sizes import ceil_div, next_power_of_2
 
-# Rows of a block, and numbers that a program holds at once.
+# Rows of a block, and the fewest experts of a count.
 _ROWS = 512
-_NUMBERS = 4096
 _LANES = 32
 # Past these a program would not hold what it compares; the reference has no such limit.
 _MOST_EXPERTS = 2048
 
 
 @triton.jit
-def _numbers(p_expert, i_row, rows, experts, first):
-    """The expert of each row from ``first`` on; -1 for nobody, and for rows that are not there."""
+def _numbers(p_expert, rows, experts, first, B: tl.constexpr):
+    """The experts from ``first`` on of a block's rows, which are some expert's, which are there."""
+    i_row = tl.program_id(0) * B + tl.arange(0, B)
     m_row = i_row < rows
-    expert = tl.load(p_expert + i_row, mask=m_row, other=0) - first
-    return tl.where(m_row & (expert >= 0) & (expert < experts), expert, -1).to(tl.int32)
+    expert = tl.load(p_expert + i_row, mask=m_row, other=-1) - first
+    is_its = m_row & (expert >= 0) & (expert < experts)
+    return tl.where(is_its, expert, 0).to(tl.int32), is_its, m_row
 
 
 @triton.jit
-def _count_kernel(
-    p_expert,
-    p_count,
-    rows,
-    experts,
-    first,
-    B: tl.constexpr,
-    STEP: tl.constexpr,
-    BE: tl.constexpr,
-):
+def _count_kernel(p_expert, p_count, rows, experts, first, B: tl.constexpr, BE: tl.constexpr):
     """How many rows of each expert there are in one block: ``(S, BE)``."""
-    i_expert = tl.arange(0, BE)
-    count = tl.zeros([BE], tl.int32)
-    for step in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, first)
-        count += tl.sum((expert[:, None] == i_expert[None, :]).to(tl.int32), 0)
-    tl.store(p_count + tl.program_id(0) * BE + i_expert, count)
+    expert, is_its, _ = _numbers(p_expert, rows, experts, first, B)
+    count = tl.histogram(expert, BE, mask=is_its)
+    tl.store(p_count + tl.program_id(0) * BE + tl.arange(0, BE), count)
 
 
 @triton.jit
@@ -93,9 +82,9 @@ def _place_kernel(
     count_stride,
     room,
     B: tl.constexpr,
-    STEP: tl.constexpr,
     BE: tl.constexpr,
 ):
+    """The rows of a block in the order of their experts, each at its place among all."""
     i_expert = tl.arange(0, BE)
     m_expert = i_expert < experts
     total = tl.load(p_total + i_expert, mask=m_expert, other=0)
@@ -107,22 +96,23 @@ def _place_kernel(
         tl.store(
             p_ends + i_expert, end, mask=i_expert < tl.where(tl.program_id(0) == 0, experts, 0)
         )
-    place = end - total + before
+    expert, is_its, m_row = _numbers(p_expert, rows, experts, first, B)
+    own = tl.histogram(expert, BE, mask=is_its)
+    # Nobody's rows come last, but for those that are not there; no two keys are equal.
+    number = tl.where(is_its, expert, tl.where(m_row, BE, BE + 1))
+    i_sorted = tl.arange(0, B)
+    key = tl.sort(number * B + i_sorted)
+    number = key // B  # pyright: ignore[reportOperatorIssue]
+    i_row = tl.program_id(0) * B + key % B  # pyright: ignore[reportOperatorIssue]
+    # From the place in the sorted block to that among all.
+    shift = end - total + before - (tl.cumsum(own, 0) - own)
+    slot = tl.gather(shift, tl.minimum(number, BE - 1), 0) + i_sorted
     # Nobody's rows come after everybody's; of the rows before this block the others are nobody's.
-    last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0)
-    for step in range(0, B, STEP):
-        i_row = tl.program_id(0) * B + step + tl.arange(0, STEP)
-        expert = _numbers(p_expert, i_row, rows, experts, first)
-        is_its = (expert[:, None] == i_expert[None, :]).to(tl.int32)
-        slot_at = tl.cumsum(is_its, 0) - 1 + place[None, :]
-        slot = tl.sum(tl.where(is_its > 0, slot_at, 0), 1)
-        place += tl.sum(is_its, 0)
-        is_nobody = (expert < 0).to(tl.int32)
-        slot = tl.where(is_nobody > 0, tl.cumsum(is_nobody, 0) - 1 + last, slot)
-        last += tl.sum(is_nobody, 0)
-        tl.store(p_slots + i_row, slot.to(tl.int64), mask=i_row < rows)
-        m_row = (i_row < rows) & (slot < room)
-        tl.store(p_source + slot, (i_row // copies).to(tl.int64), mask=m_row)
+    last = tl.sum(total, 0) + tl.program_id(0) * B - tl.sum(before, 0) - tl.sum(own, 0)
+    slot = tl.where(number < BE, slot, last + i_sorted)
+    m_row = number <= BE
+    tl.store(p_slots + i_row, slot.to(tl.int64), mask=m_row)
+    tl.store(p_source + slot, (i_row // copies).to(tl.int64), mask=m_row & (slot < room))
 
 
 _count_blocks = Launcher(_count_kernel)
@@ -211,4 +201,4 @@ def _count(expert_TK: Tensor, num_experts: int, first: int) -> tuple[Tensor, Ten
 
 def _steps(num_experts: int) -> dict[str, Any]:
     lanes = max(_LANES, next_power_of_2(num_experts))
-    return {"B": _ROWS, "STEP": max(2, _NUMBERS // lanes), "BE": lanes}
+    return {"B": _ROWS, "BE": lanes}
