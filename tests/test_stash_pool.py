@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,3 +179,12 @@ def test_a_flag_is_raised_where_nobody_watches_and_can_be_cleared() -> None:
     assert memory.counters()[PoolState.OVERFLOWS] == 0
     memory.drop(held)
     assert_nothing_is_held(memory)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stash_is_not_copied_with_a_model_that_holds_it(make: Callable[[Any], Any]) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.stash = Stash(PagePool(1 << 12, device="cpu", page_bytes=64))
+    given = model.stash.pool if make is copy.copy else model
+    with pytest.raises(ConfigError, match=r"neither copied nor pickled.*make another pool"):
+        make(given)

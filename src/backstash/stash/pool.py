@@ -15,6 +15,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -81,6 +82,12 @@ class PagePool:
         answers = torch.zeros(2, len(PoolState), dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._need, self._read = Need(0.0, answers[0]), answers[1]
         self.memory = self._allocate(capacity_bytes // page_bytes, host_bytes // page_bytes)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(
+            "a pool of pages can be neither copied nor pickled: graphs of this process hold its "
+            "pages; make another pool and stash, and keep a stash out of a model that is copied"
+        )
 
     @classmethod
     def auto(
