@@ -106,11 +106,11 @@ def _weigh_backward_kernel(
     i_expert = tl.arange(0, BE)
     m_token = i_token < tokens
     mean = tl.zeros([BT], tl.float32)
-    for k in range(K):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         prob = tl.load(p_prob + i_token * K + k, mask=m_token, other=0)
         mean += prob * tl.load(p_dprob + i_token * K + k, mask=m_token, other=0)
     dlogits = tl.zeros([BT, BE], tl.float32)
-    for k in range(K):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         prob = tl.load(p_prob + i_token * K + k, mask=m_token, other=0)
         dprob = tl.load(p_dprob + i_token * K + k, mask=m_token, other=0)
         expert = tl.load(p_expert + i_token * K + k, mask=m_token, other=-1)
