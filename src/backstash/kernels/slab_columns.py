@@ -23,7 +23,7 @@ from backstash.kernels.grouped_columns import TILE, locate_tile, multiply_tiles
 from backstash.kernels.launches import Launcher
 from backstash.kernels.reference.slabs import Slabs
 from backstash.kernels.sizes import ceil_div
-from backstash.kernels.slab_rows import find_slab
+from backstash.kernels.slab_rows import slab_number
 from backstash.kernels.tables import column_table
 from backstash.kernels.warpgroups import (
     FAR,
@@ -72,7 +72,7 @@ def _fetch(
         start, end, group, i_high, i_wide = locate_tile(p_table, ticket, tiles, high, wide)
         ticket = gl.atomic_add(p_table + 3, 1, sem="relaxed")
         column = i_high * 2 * HALF
-        p_page = p_slots + find_slab(p_shift, group, start, BK) * pitch + i_wide * BN // PAGE
+        p_page = p_slots + slab_number(p_shift, group, start, BK) * pitch + i_wide * BN // PAGE
         page = gl.load(p_page, mask=start < end, other=0)
         for first in range(start, end, BK):
             stage = i % STAGES

@@ -43,7 +43,7 @@ from backstash.kernels.warpgroups import (
 
 
 @gluon.jit
-def find_slab(p_shift, group, first, HALF: gl.constexpr):
+def slab_number(p_shift, group, first, HALF: gl.constexpr):
     """The number of the slab that row ``first`` of a group begins."""
     return (first + gl.load(p_shift + group)) // HALF
 
@@ -85,7 +85,7 @@ def _fetch(
         has_low = end > first + HALF
         ticket = gl.atomic_add(p_table + 7, 1, sem="relaxed")
         if group < groups:
-            p_high = p_slots + find_slab(p_shift, group, first, HALF) * pitch
+            p_high = p_slots + slab_number(p_shift, group, first, HALF) * pitch
             p_low = p_high + gl.where(has_low, pitch, 0)
             page_high, page_low = gl.load(p_high), gl.load(p_low)
             for strip in range(strips):
@@ -147,7 +147,7 @@ def _multiply_tiles(
         i += steps
         n += 1
         if (first < end) & (group < groups):
-            p_page = p_slots + find_slab(p_shift, group, first, HALF) * pitch + chunk * BN // PAGE
+            p_page = p_slots + slab_number(p_shift, group, first, HALF) * pitch + chunk * BN // PAGE
             row = gl.load(p_page).to(gl.int32) * HALF
             total = multiply(
                 a_smem,
