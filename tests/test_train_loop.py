@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from backstash.errors import CheckpointError, DeviceError
@@ -16,7 +17,7 @@ from backstash.recipes import recipe_names
 from backstash.train.config import TrainConfig
 from backstash.train.loop import NonFiniteError, Trainer, load_weights, open_device
 from backstash.train.session import open_corpus
-from backstash.train.state import Checkpoint
+from backstash.train.state import Checkpoint, write_checkpoint
 from train_cases import assert_same, small_model, small_run
 
 
@@ -236,3 +237,11 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 def test_the_cpu_is_always_there() -> None:
     assert open_device("cpu") == torch.device("cpu")
+
+
+def test_the_weights_in_a_checkpoint_have_the_names_of_the_model(tmp_path: Path) -> None:
+    of = trainer(small_run(tmp_path, steps=2))
+    of.step()
+    tensors = load_file(write_checkpoint(tmp_path / "checkpoints", of.checkpoint(), keep=1))
+    named = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    assert_same(named, of.model.state_dict())
