@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import backstash as bs
 from backstash.kernels import PagedRows
-from backstash.saving import taken_values
+from backstash.saving import Fits, taken_values
 from saving_cases import Declining, Keeper, copying, identity, leaf, nest
 
 ROWS, ENDS = 6, torch.tensor([2, 5])
@@ -25,7 +25,7 @@ class InPlace(Keeper):
         super().__init__()
         self.read_in_place = 0
 
-    def read(self, handle: Any, fits: Callable[[PagedRows], bool]) -> Tensor | PagedRows:
+    def read(self, handle: Any, fits: Fits) -> Tensor | PagedRows:
         (value,) = handle
         nothing = torch.empty(0)
         paged = PagedRows(
@@ -43,7 +43,7 @@ def _value_of(value: Any) -> Tensor:
     return found.data if isinstance(found, bs.GroupedTensor) else found
 
 
-FITS: dict[int, Callable[[PagedRows], bool]] = {}
+FITS: dict[int, Fits] = {}
 
 
 class _Node(torch.autograd.Function):
