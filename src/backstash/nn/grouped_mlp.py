@@ -227,7 +227,8 @@ class GroupedMLP(Layer):
             x: ``(*, H)``, the rows sorted by expert; with ``rows``, the tokens as they come.
             m_splits: Rows of each expert: a list, or integers on the host or the device.
             probs: One weight for each row, multiplied onto the expert's output.
-            rows: Which token each row copies; the rows are gathered inside.
+            rows: Which token each row copies; the rows are gathered inside, or, if it says how
+                many are ``valid``, copied into a buffer that is kept for backward.
             combined: Add up the outputs of each token's rows, as ``kernels.unpermute`` does.
             begun: What :meth:`begin` gave for this call.
 
