@@ -80,6 +80,19 @@ def test_one_object_can_be_entered_again_inside_itself() -> None:
         assert current() == "mxfp8"
 
 
+def test_it_decorates_a_function_each_call_of_which_is_inside() -> None:
+    @bs.autocast(recipe="nvfp4")
+    def inside(depth: int = 0) -> list[str]:
+        """Say which recipe is in force, here and in a call of itself."""
+        return [bs.current_recipe().name, *(inside(depth - 1) if depth else [])]
+
+    assert inside(1) == ["nvfp4", "nvfp4"]
+    assert inside.__name__ == "inside"
+    with bs.autocast(recipe="mxfp8"):
+        assert inside() == ["nvfp4"]
+        assert bs.current_recipe().name == "mxfp8"
+
+
 def test_contexts_may_be_left_in_the_order_in_which_they_were_entered() -> None:
     one, other = bs.autocast(recipe="mxfp8"), bs.autocast(recipe="float8_current")
     one.__enter__()

@@ -6,6 +6,7 @@ checkpointed region, use the one that was in force in forward, wherever they run
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 
@@ -50,12 +51,13 @@ def current_recipe() -> Recipe:
     return _IN_FORCE.get()[-1].recipe
 
 
-class autocast:
+class autocast(contextlib.ContextDecorator):
     """Run the modules inside in low precision, as ``recipe`` says.
 
     Nests, and the inner one wins; ``enabled=False`` means high precision.  Only forward needs
     to be inside.  Leaving the outermost with gradients enabled ends a step of delayed
-    scaling; leaving it by an exception ends nothing.
+    scaling; leaving it by an exception ends nothing.  It also decorates a function, such as a
+    ``forward``, of which each call is then inside.
 
     Args:
         enabled: False to keep high precision.
