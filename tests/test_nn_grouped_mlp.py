@@ -201,6 +201,20 @@ def test_with_a_row_map_the_tokens_are_saved_and_not_their_copies(recipe: str) -
     y.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_is_noted_of_weights_is_saved_as_whole_numbers(dtype: torch.dtype) -> None:
+    module, saved = build(dtype=dtype), []
+    x = torch.randn(40, H, dtype=dtype, requires_grad=True)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with autocast(recipe="float8_rowwise"), keep:
+        y = module(x, SPLITS[0])
+    noted = [t for t in saved if t.shape in ((G, H), (G, FFN))]
+    assert [t.dtype for t in noted] == [torch.int16 if dtype.itemsize == 2 else torch.int32] * 2
+    fc1 = noted[0].view(dtype if dtype.itemsize == 2 else torch.float32)
+    assert torch.equal(fc1, module.fc1_weight.abs().amax(1).to(fc1.dtype))
+    y.sum().backward()
+
+
 def test_nothing_is_noted_of_a_weight_that_backward_may_get_otherwise() -> None:
     module = build()
     shard(module)

@@ -77,6 +77,16 @@ class Noted(NamedTuple):
     fc1: Tensor | None = None
     fc2: Tensor | None = None
 
+    def whole(self) -> Noted:
+        """The same as whole numbers, which nobody who keeps saved values rounds."""
+        whole = {2: torch.int16, 4: torch.int32}
+        return Noted(*(None if amax is None else amax.view(whole[amax.itemsize]) for amax in self))
+
+    def values(self, dtype: torch.dtype) -> Noted:
+        """What :meth:`whole` was made of, in a layer of this dtype."""
+        dtype = dtype if dtype.itemsize == 2 else torch.float32
+        return Noted(*(None if bits is None else bits.view(dtype) for bits in self))
+
 
 class Ahead(NamedTuple):
     """Both weights as forward multiplies them, cast before the rows are known."""

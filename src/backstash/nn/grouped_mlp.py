@@ -85,7 +85,7 @@ class _GroupedMLP(torch.autograd.Function):
                 weights.fc1_weight,
                 weights.fc2_weight,
                 weights.fc2_bias if prob_R is not None else None,
-                *noted,
+                *noted.whole(),
                 *placement,
             )
         ctx.plan = plan
@@ -103,7 +103,8 @@ class _GroupedMLP(torch.autograd.Function):
         kept, prob_R, h, fc1_weight, fc2_weight, fc2_bias, *noted_and_placed = values
         del values
         h = Once(h, is_alone=is_last and not plan.is_hooked)
-        noted, placed = Noted(*noted_and_placed[:2]), Placement(*noted_and_placed[2:])
+        placed = Placement(*noted_and_placed[2:])
+        noted = Noted(*noted_and_placed[:2]).values(plan.feed_forward.fc1.dtype)
         del noted_and_placed
         ends_G, source_R, slots_TK, valid = placed
         fc1 = plan.feed_forward.fc1
