@@ -123,8 +123,8 @@ def _claim(
     BLOCK: tl.constexpr,
 ):
     i_group = tl.arange(0, BG)
-    ends, before = load_ends(p_ends, groups, rows, BG), load_starts(p_ends, groups, rows, BG)
-    slabs = tl.cdiv(tl.maximum(ends - before, 0), ROWS)
+    ends, starts = load_ends(p_ends, groups, rows, BG), load_starts(p_ends, groups, rows, BG)
+    slabs = tl.cdiv(tl.maximum(ends - starts, 0), ROWS)
     high = tl.sum(slabs, 0)
     head_device, head_host, free_device, _ = read_pool(p_state)
     sizes = (device_size, host_size)
@@ -146,8 +146,9 @@ def _claim(
         page = tl.load(p_free + i_free, mask=i_slot < found, other=device_size)
         tl.store(p_slots + i_slot, page.to(tl.int64), mask=i_slot < total)
     if tl.program_id(0) == 0:
-        shift = (tl.cumsum(slabs, 0) - slabs) * ROWS - before
+        shift = (tl.cumsum(slabs, 0) - slabs) * ROWS - starts
         tl.store(p_shift + i_group, shift, mask=i_group < groups)
+    # All count themselves in, as they do where they take parts in turn.
     if is_last(0, 0, p_state + NUMBERS_GIVEN, False):
         commit(p_state, p_table, p_receipt, sizes, total, nbytes, number)
 
