@@ -26,6 +26,7 @@ def test_whatever_hooks_and_failures_gradients_are_those_of_the_plain_run(seed: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_more_of_them() -> None:
     for seed in range(1000, 4000):
         run_program(WORLD, seed)
