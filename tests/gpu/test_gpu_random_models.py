@@ -22,5 +22,5 @@ WORLD = World(
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_whatever_hooks_and_failures_gradients_are_those_of_the_plain_run(chunk: int) -> None:
-    for seed in range(chunk * 25, chunk * 25 + 25):
+    for seed in range(chunk * 15, chunk * 15 + 15):
         run_program(WORLD, seed)
