@@ -31,7 +31,7 @@ def test_a_text_that_is_in_no_name_is_refused_with_the_names() -> None:
 
 
 def test_a_case_without_rows_to_choose_from_refuses_the_option() -> None:
-    with pytest.raises(ConfigError, match="stash and stash_step, not in cast; leave --only out"):
+    with pytest.raises(ConfigError, match="stash_step, not in cast; leave --only out"):
         bench.Options("cast", only=("balanced",))
 
 
