@@ -119,3 +119,74 @@ def test_odd_strides_and_places_give_the_same():
             quantize = getattr(kernels, f"quantize_nvfp4_{name}")
             for got, wanted in zip(quantize(x, amax), quantize(x.clone(), amax), strict=True):
                 assert_twin_bytes(got, wanted)
+
+
+# What lies halfway between two codes.
+HALFWAY = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+
+
+def blocks_of_ties(amax):
+    """Blocks ``(S, 16)`` of what is scaled to a middle of two codes and of its neighbours.
+
+    A block is led by what gives it one of all E4M3 scales where the largest magnitude over all
+    is ``amax``.
+    """
+    scale_S = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    product_S = scale_S * (amax / WHOLE.item())
+    middle_SH = (product_S[:, None] * HALFWAY).bfloat16().view(torch.int16)
+    near_SN = torch.cat([middle_SH - 1, middle_SH, middle_SH + 1], dim=1)
+    lead_S1 = (product_S * 6.0).bfloat16()[:, None]
+    rows = []
+    for start in (0, 10):
+        part_SN = near_SN[:, start : start + 11].view(torch.bfloat16)
+        sign_SN = torch.randint(0, 2, part_SN.shape) * 2 - 1
+        rows.append(torch.cat([lead_S1, part_SN * sign_SN, lead_S1.expand(-1, 4)], dim=1))
+    return torch.cat(rows)
+
+
+def whole_numbers(amax):
+    """Whole numbers ``(512, 128)``, so that many sums are the same, about as large as ``amax``."""
+    most = torch.randint(1, 8, (32, 1, 128))
+    x = torch.randint(-64, 65, (32, 16, 128)) >> most
+    exponent = torch.frexp(torch.tensor(amax, dtype=torch.float64)).exponent
+    return torch.ldexp(x.flatten(0, 1).double(), exponent - 7).bfloat16()
+
+
+def check_ties(amax):
+    given = torch.tensor([amax], device="cuda", dtype=torch.float32)
+    x_MK, rotation = blocks_of_ties(amax).cuda(), R.cuda()
+    for name, *arguments in (
+        ("rows", x_MK, given),
+        ("columns", x_MK.T.contiguous(), given),
+        ("columns", whole_numbers(amax).cuda(), given, None, rotation),
+    ):
+        wanted = getattr(nvfp4, f"quantize_nvfp4_{name}")(*arguments)
+        found = getattr(kernels, f"quantize_nvfp4_{name}")(*arguments)
+        for got, expected in zip(found, wanted, strict=True):
+            assert_twin_bytes(got, expected)
+
+
+def test_every_bfloat16_magnitude_over_all_has_the_references_ties():
+    for amax in torch.arange(0x4000, 0x4080, dtype=torch.int16).view(torch.bfloat16).tolist():
+        check_ties(amax)
+
+
+SIZES = [
+    1e-42, 2.0**-126, 3e-35, 7.9e-36, 1e-30, 2.0**-95, 2.0**-90, 2.0**95, 2.0**110, 2.0**112,
+    21 * 2.0**108, 1e34, 3e37, 3.3895e38,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("amax", SIZES)
+def test_magnitudes_of_any_size_have_the_references_ties(amax):
+    near = torch.tensor([amax]).view(torch.int32) + torch.arange(-3, 4, dtype=torch.int32)
+    for one in [*near.view(torch.float32).tolist(), *torch.tensor([amax]).bfloat16().tolist()]:
+        if one > 0:
+            check_ties(one)
+
+
+def test_magnitudes_that_are_no_bfloat16_have_the_references_ties():
+    for bits in (0x40280000, 0x40250000, 0x402F8000):
+        near = torch.arange(bits - 6, bits + 7, dtype=torch.int32).view(torch.float32)
+        for amax in near.tolist():
+            check_ties(amax)
