@@ -35,7 +35,6 @@ BEYOND = {
     "activation_magnitudes.py": "machine code",
     "cast/pairs.py": "machine code",
     "float8_block_pairs.py": "calls cast/pairs.py",
-    "nvfp4_factors.py": "machine code",
     "nvfp4_pairs.py": "machine code",
     "quantized_matmul/mx.py": "of matmuls of bfloat16 the bits are multiplied",
     "quantized_matmul/nvfp4.py": "of matmuls of bfloat16 the bits are multiplied",

@@ -28,7 +28,6 @@ from backstash.kernels.nvfp4_codes import (
     scales_of,
     words_of,
 )
-from backstash.kernels.nvfp4_factors import factors_of_two
 from backstash.kernels.nvfp4_pairs import (
     are_pairs,
     column_words,
@@ -148,7 +147,8 @@ def _overs(p_amax, group, groups, i_column, columns, group_stride):
     else:
         amax = load_column_amax(p_amax, group, groups, i_column, columns, group_stride)
         lower, upper = tl.split(tl.reshape(amax, [NB * BK // 2, 2]))
-        overs, inverses = factors_of_two(lower, upper)
+        overs = (over_all_of(lower), over_all_of(upper))
+        inverses = (inverse_of(overs[0]), inverse_of(overs[1]))
     return overs, inverses
 
 
@@ -198,11 +198,7 @@ def down_columns(
         # The tail is not read: zeros have codes and a scale of zero.
         tl.store(p_scales + o_scale, tl.zeros([NB, BK], tl.uint8), mask=m_scale)
         place = place_of(prefix, before, width, i_column, columns)
-        if WORDS:
-            zeros = tl.zeros([NB, BK], tl.uint32)
-            store_blocks(p_codes, place, (zeros, zeros), (width > 0)[:, None] & m_column[None, :])
-        else:
-            clear_blocks(p_codes, place, m_column[None, :], width)
+        clear_blocks(p_codes, place, m_column[None, :], width)
     else:
         end = tl.where(group < groups, end, first)
         if PAIRS:

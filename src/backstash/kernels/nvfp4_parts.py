@@ -124,7 +124,7 @@ def _store_parts(p_bytes, words, following, parts):
         """{
         .reg .b32 skipped, bits, first, second, two, end, stored, t;
         .reg .b64 at;
-        .reg .pred is_first, is_second, is_pair, p;
+        .reg .pred is_first, p;
         cvt.u32.u64 skipped, $1;
         neg.s32 skipped, skipped;
         and.b32 skipped, skipped, 3;
@@ -147,17 +147,9 @@ def _store_parts(p_bytes, words, following, parts):
         @p st.global.u8 [at + -2], two;
         and.b32 t, stored, 1;
         setp.ne.u32 is_first, t, 0;
+        @is_first st.global.u32 [at], first;
         and.b32 t, stored, 2;
-        setp.ne.u32 is_second, t, 0;
-        cvt.u32.u64 t, at;
-        and.b32 t, t, 4;
-        setp.eq.and.u32 is_pair, t, 0, is_first;
-        and.pred is_pair, is_pair, is_second;
-        @is_pair st.global.v2.b32 [at], {first, second};
-        not.pred is_pair, is_pair;
-        and.pred p, is_pair, is_first;
-        @p st.global.u32 [at], first;
-        and.pred p, is_pair, is_second;
+        setp.ne.u32 p, t, 0;
         @p st.global.u32 [at + 4], second;
         selp.b32 end, second, first, is_first;
         @is_first add.s64 at, at, 4;
