@@ -19,9 +19,11 @@ from torch import Tensor
 import backstash
 from backstash import kernels
 from backstash.kernels import Blocks, Codes, Scaled, Scaling
+from backstash.kernels.reference import slabs as reference_slabs
 from interpreter import interpreted, run_interpreted
 from paged_cases import in_pages, new_pool
 from pages_cases import random_program
+from slab_cases import claimed, placed
 
 # Numpy, which interprets, warns of a division by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -237,6 +239,24 @@ def case_of_rows_in_pages() -> None:
     cut = [[x[:valid] for x in results] for results in (got, wanted, plain)]
     assert_close(cut[0], cut[1])
     assert_close(cut[2], cut[1])
+
+
+def case_of_rows_in_slabs() -> None:
+    twins = importlib.import_module("backstash.kernels.slabs")
+    found = []
+    for module in (reference_slabs, twins):
+        pool = new_pool(9, 0, 512, "cpu")
+        slabs = claimed(pool, ends(), ROWS + 3, [4, 12], torch.bfloat16, module)
+        used = slabs[0].first + 3 * slabs[0].pitch
+        found.append([slabs[0].table[:used], slabs[0].shift_G, pool.state, pool.receipt])
+    assert_close(*found)
+    h = whole(ROWS, 1024).bfloat16()
+    (slabs,) = placed(ends(), [h], 1 << 16)
+    # Both are twins, whose casts are wrong in the same way.
+    plain = importlib.import_module("backstash.kernels.activation")
+    in_slabs = importlib.import_module("backstash.kernels.slab_activation")
+    got = in_slabs.activate_slabs(slabs, None, "swiglu")
+    assert_close(got, plain.activate(h, None, "swiglu", ends()))
 
 
 CASES: dict[str, Callable[[], None]] = {

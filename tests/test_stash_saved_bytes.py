@@ -1,4 +1,4 @@
-"""What is kept for backward is the valid rows in whole pages, whatever the capacity is."""
+"""What is kept for backward is the valid rows in whole slabs or pages, whatever the capacity is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.stash import PagePool, Stash, pages_for
+from backstash.kernels.reference.slabs import SLAB_ROWS
+from backstash.stash import PagePool, Stash
 from stash_cases import PAGE, assert_nothing_is_held
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 32, 32, 8, 2
@@ -38,23 +39,26 @@ def tokens() -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
 
 
-def layer_pages() -> int:
-    """Pages of one layer without a recipe: input, pre-activation and weight of each valid row."""
-    rows = TOKENS * TOP_K
-    return pages_for([(rows, HIDDEN * 4), (rows, 2 * FFN * 4), (rows, 4)], PAGE)
+def slab_pages(counts_E: Tensor) -> int:
+    """Pages of one layer without a recipe: slabs of each expert's input and pre-activation."""
+    slabs = sum(-(-count // SLAB_ROWS) for count in counts_E.tolist())
+    return slabs * SLAB_ROWS * (HIDDEN + 2 * FFN) * 4 // PAGE
 
 
 @pytest.mark.parametrize("layers", [1, 3, 6])
 @pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
 def test_pages_follow_the_valid_rows_and_not_the_capacity(layers: int, factor: float) -> None:
     stash, before, after = automatic(), bs.Meter(), bs.Meter()
-    tower = Tower(layers, factor)
+    tower, routed = Tower(layers, factor), list[Tensor]()
+    for layer in tower.layers:
+        layer.router.register_forward_hook(lambda *found: routed.append(found[-1].counts_E))
     with bs.saving(before, stash, after):
         y = tower(tokens().requires_grad_())
-    assert stash.stats().device_used == layers * layer_pages()
+    assert len(routed) == layers
+    assert stash.stats().device_used == sum(map(slab_pages, routed))
     # What the stash took was kept at full capacity before, and the rest is left.
     capacity = int(factor * TOKENS * TOP_K)
-    assert before.bytes - after.bytes == layers * capacity * (HIDDEN * 4 + 2 * FFN * 4 + 4)
+    assert before.bytes - after.bytes == layers * capacity * (HIDDEN + 2 * FFN) * 4
     y.sum().backward()
     del y
     assert_nothing_is_held(stash)
