@@ -51,6 +51,7 @@ def test_pages_follow_the_valid_rows_and_not_the_capacity(layers: int, factor: f
     stash, before, after = automatic(), bs.Meter(), bs.Meter()
     tower, routed = Tower(layers, factor), list[Tensor]()
     for layer in tower.layers:
+        assert isinstance(layer, bs.MoE)
         layer.router.register_forward_hook(lambda *found: routed.append(found[-1].counts_E))
     with bs.saving(before, stash, after):
         y = tower(tokens().requires_grad_())
